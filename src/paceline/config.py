@@ -1,0 +1,198 @@
+"""Every knob of a run: frozen, unknown keys refused, read from a TOML file plus `a.b=value` overrides.
+
+    config = load_config("configs/arena.toml", ["run.steps=10", "objective.clip_high=0.28"])
+
+The resolved config is written beside every run and every measurement, so that a figure can be made again.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class Section(BaseModel):
+    """Base of every part of the config."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class RunConfig(Section):
+    name: str = "run"
+    """Names the run's directory."""
+    directory: Path = Path("runs")
+    """Where run directories are made. An existing run is never overwritten: a number is added to the name."""
+    steps: int = Field(40, ge=1)
+    """RL steps, each one policy update."""
+    seed: int = 0
+    """Seeds the order of the data, the engines' sampling and the learner."""
+    lag: int = Field(0, ge=0)
+    """How many batches the engines may be ahead of the learner. 0 is synchronous: a batch is sampled by one policy version. With
+    lag n, n + 1 batches are in flight, and a sync pauses engines in the middle of their rollouts instead of waiting for them."""
+    save_every: int = Field(0, ge=0)
+    """Save the policy every this many steps; 0 saves at the end only."""
+    sinks: tuple[Literal["console", "wandb"], ...] = ("console",)
+    """Where metrics go besides metrics.jsonl."""
+
+
+class PolicyConfig(Section):
+    model: str = "arena:small"
+    """A Hugging Face checkpoint directory, or `arena:tiny`, `arena:small`, `arena:large` for the built-in policies."""
+
+
+class ArenaData(Section):
+    kind: Literal["arena"] = "arena"
+    seed: int = 0
+    """Which stream of training problems; the held-out set does not depend on it."""
+
+
+class JsonlData(Section):
+    kind: Literal["jsonl"] = "jsonl"
+    path: Path
+    """One JSON object a line."""
+    prompt_key: str = "prompt"
+    """The field that holds the prompt text."""
+    reward: str
+    """`file.py:function` or `package.module:function`; called as reward(prompt, completion) or reward(prompt, completion, row)."""
+    eval_path: Path | None = None
+    """Held-out rows of the same form. Without it the last `eval.num_prompts` rows of `path` are held out."""
+
+
+class HubData(Section):
+    kind: Literal["datasets"] = "datasets"
+    path: str
+    """First argument of `datasets.load_dataset`, or a directory made by `Dataset.save_to_disk`."""
+    split: str = "train"
+    prompt_key: str = "prompt"
+    reward: str
+    """As in the jsonl kind."""
+
+
+DataConfig = Annotated[ArenaData | JsonlData | HubData, Field(discriminator="kind")]
+
+
+class EngineConfig(Section):
+    """Settings of each vLLM engine. What is not here keeps vLLM's default."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_model_len: int = Field(768, ge=8)
+    """Longest prompt plus response."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Requests that the engine steps together."""
+    kv_cache_gb: float = Field(1.0, gt=0)
+    """KV cache of one engine on the CPU. On GPUs vLLM sizes it by gpu_memory_utilization."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    tensor_parallel_size: int = Field(1, ge=1)
+    compile: bool = False
+    """Compiled steps are about twice as fast on the CPU but cost a minute or two at start."""
+    start_deadline_s: float = Field(300, gt=0)
+    call_deadline_s: float = Field(60, gt=0)
+    """For calls that should answer at once: submit, pause, sleep, metrics."""
+    progress_deadline_s: float = Field(120, gt=0)
+    """An engine that has requests but finishes no token for this long is lost."""
+
+
+class RolloutConfig(Section):
+    num_engines: int = Field(2, ge=1)
+    prompts_per_step: int = Field(16, ge=1)
+    group_size: int = Field(8, ge=1)
+    """Rollouts per prompt."""
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Must stay 1: the learner does not truncate, so importance ratios against truncated sampling are biased."""
+    max_tokens: int = Field(640, ge=1)
+    engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _no_truncation(self) -> RolloutConfig:
+        if self.top_p != 1.0:
+            raise ValueError(
+                f"rollout.top_p: got {self.top_p}; must be 1.0 because the learner's log-probabilities are not truncated, "
+                "and the importance ratio against a truncated sampler is biased"
+            )
+        return self
+
+
+class LearnerConfig(Section):
+    world_size: int = Field(1, ge=1)
+    """FSDP2 processes."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the forward and backward pass. Master weights and optimizer state are float32 in either case."""
+    learning_rate: float = Field(1e-4, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps per batch."""
+    microbatch_tokens: int = Field(8192, ge=1)
+    """Padded tokens in one forward pass; bounds memory. A longer sample gets a pass of its own."""
+    deadline_s: float = Field(600, gt=0)
+
+
+class ObjectiveConfig(Section):
+    advantage: Literal["grpo", "centered"] = "grpo"
+    """`grpo` divides the centred reward by the group's deviation; `centered` does not (Dr. GRPO)."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    """DAPO's clip-higher: above clip_low lets unlikely tokens grow (0.28 in the paper)."""
+    loss: Literal["token", "sequence"] = "token"
+    """`token`: every token of the batch weighs the same (DAPO). `sequence`: every rollout does (GRPO)."""
+    drop_uniform_groups: bool = True
+    """Leave out groups whose rewards are all equal: they carry no gradient (DAPO's dynamic sampling without the re-sampling)."""
+
+
+class EvalConfig(Section):
+    every: int = Field(10, ge=0)
+    """Evaluate on held-out prompts every this many steps, and at the start and the end; 0 is never."""
+    num_prompts: int = Field(256, ge=1)
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, gt=0)
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    policy: PolicyConfig = PolicyConfig()
+    data: DataConfig = ArenaData()
+    rollout: RolloutConfig = RolloutConfig()
+    learner: LearnerConfig = LearnerConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    eval: EvalConfig = EvalConfig()
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply `a.b=value` overrides; errors name the key and what it must be."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            raise ValueError(f"config: got {file}; must be a TOML file (configs/arena.toml is a start)")
+        tree = tomllib.loads(file.read_text())
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [f"{'.'.join(str(part) for part in e['loc']) or 'config'}: {e['msg']}" for e in error.errors()]
+        raise ValueError("\n".join(lines)) from None
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Set one dotted key; the value is read as TOML, and as a bare string where that fails."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override: got {override!r}; must be a.b=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *path, leaf = key.split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ValueError(f"override: {key!r} goes through {part!r}, which is a value")
+    tree[leaf] = value

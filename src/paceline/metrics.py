@@ -1,0 +1,154 @@
+"""Metric values that know how to reduce, and the sinks that they go to.
+
+A worker sends counts (`Mean(total, count)`), the reader makes the rate: a mean of means cannot happen. Keys are paths such as
+`rollout/accepted_length`. `metrics.jsonl` is always written, one JSON object a line, and everything else (console, report, W&B)
+is made from the same records. A sink that fails costs nothing but a count in `metrics/sink_errors`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+
+class Metric(Protocol):
+    """A value that can be merged with another of its kind and read as a number."""
+
+    def merge(self, other: Self) -> Self: ...
+
+    def value(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    total: float
+    count: float = 1.0
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def value(self) -> float:
+        return self.total / self.count if self.count else float("nan")
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        return cls(float(sum(values)), float(len(values)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    total: float
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    maximum: float
+
+    def merge(self, other: Max) -> Max:
+        return Max(max(self.maximum, other.maximum))
+
+    def value(self) -> float:
+        return self.maximum
+
+
+class Metrics:
+    """Metrics of one step under their keys; adding to a key merges."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Metric] = {}
+
+    def add(self, key: str, metric: Metric) -> None:
+        known = self._values.get(key)
+        self._values[key] = metric if known is None else known.merge(metric)
+
+    def reduce(self) -> dict[str, float]:
+        return {key: metric.value() for key, metric in sorted(self._values.items())}
+
+
+class Sink(Protocol):
+    """Takes records as they come. `kind` says what the record is: "step", "rollouts", "eval", "event"."""
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """metrics.jsonl: the one record of a run. Flushed at every line, so a crash loses nothing that was written."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        json.dump({"kind": kind, **record}, self._file, allow_nan=True)
+        self._file.write("\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbSink:
+    """Weights & Biases: step and eval records as they are."""
+
+    def __init__(self, project: str, name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ValueError("run.sinks: got wandb, which is not installed; pip install 'paceline[wandb]'") from None
+        self._run = wandb.init(project=project, name=name, config=dict(config))
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        if kind in ("step", "eval"):
+            self._run.log(dict(record["metrics"]), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Recorder:
+    """Fans records out to sinks. The first sink is the record of truth and may raise; the others may only fail."""
+
+    def __init__(self, truth: Sink, others: Sequence[Sink] = ()) -> None:
+        self._truth = truth
+        self._others = tuple(others)
+        self.num_sink_errors = 0
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        self._truth.write(kind, record)
+        for sink in self._others:
+            try:
+                sink.write(kind, record)
+            except Exception:  # noqa: BLE001  a sink may fail in any way; the run goes on and the count says so
+                self.num_sink_errors += 1
+
+    def close(self) -> None:
+        self._truth.close()
+        for sink in self._others:
+            try:
+                sink.close()
+            except Exception:  # noqa: BLE001  as above
+                self.num_sink_errors += 1
+
+
+def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Records of a metrics.jsonl by kind. A last line cut off by a crash is left out."""
+    records: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        records[record.pop("kind")].append(record)
+    return dict(records)

@@ -1,0 +1,202 @@
+"""Records that cross a boundary, and the protocols of the three parts that a loop conducts.
+
+Rollouts carry everything that a later stage needs, so nothing downstream asks the engine again. Every record is frozen; arrays
+inside them are numpy (they cross process boundaries without a copy through Ray's object store) and are never written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+
+class PacelineError(Exception):
+    """Base of every error that Paceline raises on purpose, apart from ValueError for a user's wrong setting."""
+
+
+class EngineLostError(PacelineError):
+    """An engine died, froze past its deadline, or may hold a half-written policy: nothing more may be asked of it."""
+
+    def __init__(self, engine: str, why: str) -> None:
+        super().__init__(engine, why)  # the arguments, so that the error survives a process boundary
+        self.engine = engine
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"engine {self.engine} is lost: {self.why}"
+
+
+class PushRefusedError(PacelineError):
+    """A weight push was refused before it touched the model; the engine keeps the version it had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task for the policy.
+
+    Example: Prompt(id="train/17", text="12 + 7 = ?", token_ids=np.array([5, 6, 7], np.int32), row={"answer": 19})
+    """
+
+    id: str
+    """Stable across epochs: earlier lengths (and, later, earlier rollouts) are found by it."""
+    text: str
+    token_ids: Tokens
+    row: Mapping[str, Any]
+    """The dataset row it came from, for the reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRequest:
+    """One response to be sampled: response `index` of group `group_id`. The pair is its identity for ever."""
+
+    group_id: int
+    index: int
+    prompt_ids: Tokens
+    max_tokens: int
+    temperature: float
+    seed: int | None
+    """None leaves the draw to the engine's own stream; evaluation fixes it."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.group_id, self.index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One sampled response with its behaviour log-probabilities and the policy version that produced it."""
+
+    group_id: int
+    index: int
+    prompt_ids: Tokens
+    token_ids: Tokens
+    logp: Floats
+    """Log-probability of each token under the distribution that it was drawn from (after temperature)."""
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+    """Version at the first token."""
+    policy_version_end: int
+    """Version at the last token; differs when a sync came in between (asynchronous training)."""
+    engine: str
+    started_s: float
+    """Seconds on the machine-wide monotonic clock."""
+    finished_s: float
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.group_id, self.index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """All rollouts of one prompt, in order of their index."""
+
+    group_id: int
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """What the learner trains on: one rollout with its advantage."""
+
+    token_ids: Tokens
+    """Prompt and response."""
+    num_prompt_tokens: int
+    logp: Floats
+    """Behaviour log-probabilities of the response tokens."""
+    advantage: float
+    policy_version: int
+
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What one engine answered to one push."""
+
+    engine: str
+    version: int
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    mismatched: tuple[str, ...] = ()
+    """Tensors whose fingerprint at the far end differs from the sender's."""
+    error: str | None = None
+    """Why the push was refused or the engine lost; None when it holds `version` now."""
+    lost: bool = False
+    """True when the engine must not be used any more."""
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and not self.mismatched
+
+
+class Engine(Protocol):
+    """One vLLM instance. Every method has a deadline of its own and raises EngineLostError when the engine is gone."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Queue requests; returns when the engine has accepted them, not when they are done."""
+        ...
+
+    async def collect(self) -> Sequence[Rollout]:
+        """Wait until at least one rollout has finished, then return all that have, each exactly once."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop stepping; requests in flight keep their state."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None:
+        """Give memory back while idle (level 1: weights to the host, KV cache dropped)."""
+        ...
+
+    async def wake(self) -> None: ...
+
+    async def metrics(self) -> Mapping[str, float]: ...
+
+    async def close(self) -> None:
+        """End the engine and every process that it started."""
+        ...
+
+
+class Learner(Protocol):
+    """The process group that updates the policy."""
+
+    async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        """Log-probabilities of each sample's response tokens under the current policy."""
+        ...
+
+    async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+        """One policy update over all samples; returns its statistics by metric key."""
+        ...
+
+    async def save(self, path: str) -> None:
+        """Write the policy as a Hugging Face checkpoint directory."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Sender(Protocol):
+    """The sending end of the weight wire, which lives in the learner's process."""
+
+    async def send(self, version: int) -> Sequence[Receipt]:
+        """Push the learner's policy to every engine as `version`; one receipt per engine."""
+        ...
