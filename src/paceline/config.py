@@ -7,12 +7,14 @@ The resolved config is written beside every run and every measurement, so that a
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 
 class Section(BaseModel):
@@ -26,14 +28,14 @@ class RunConfig(Section):
     """Names the run's directory."""
     directory: Path = Path("runs")
     """Where run directories are made. An existing run is never overwritten: a number is added to the name."""
-    steps: int = Field(40, ge=1)
+    steps: int = Field(default=40, ge=1)
     """RL steps, each one policy update."""
     seed: int = 0
     """Seeds the order of the data, the engines' sampling and the learner."""
-    lag: int = Field(0, ge=0)
+    lag: int = Field(default=0, ge=0)
     """How many batches the engines may be ahead of the learner. 0 is synchronous: a batch is sampled by one policy version. With
     lag n, n + 1 batches are in flight, and a sync pauses engines in the middle of their rollouts instead of waiting for them."""
-    save_every: int = Field(0, ge=0)
+    save_every: int = Field(default=0, ge=0)
     """Save the policy every this many steps; 0 saves at the end only."""
     sinks: tuple[Literal["console", "wandb"], ...] = ("console",)
     """Where metrics go besides metrics.jsonl."""
@@ -79,32 +81,32 @@ class EngineConfig(Section):
     """Settings of each vLLM engine. What is not here keeps vLLM's default."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    max_model_len: int = Field(768, ge=8)
+    max_model_len: int = Field(default=768, ge=8)
     """Longest prompt plus response."""
-    max_num_seqs: int = Field(64, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1)
     """Requests that the engine steps together."""
-    kv_cache_gb: float = Field(1.0, gt=0)
+    kv_cache_gb: float = Field(default=1.0, gt=0)
     """KV cache of one engine on the CPU. On GPUs vLLM sizes it by gpu_memory_utilization."""
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    tensor_parallel_size: int = Field(1, ge=1)
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
     compile: bool = False
     """Compiled steps are about twice as fast on the CPU but cost a minute or two at start."""
-    start_deadline_s: float = Field(300, gt=0)
-    call_deadline_s: float = Field(60, gt=0)
+    start_deadline_s: float = Field(default=300, gt=0)
+    call_deadline_s: float = Field(default=60, gt=0)
     """For calls that should answer at once: submit, pause, sleep, metrics."""
-    progress_deadline_s: float = Field(120, gt=0)
+    progress_deadline_s: float = Field(default=120, gt=0)
     """An engine that has requests but finishes no token for this long is lost."""
 
 
 class RolloutConfig(Section):
-    num_engines: int = Field(2, ge=1)
-    prompts_per_step: int = Field(16, ge=1)
-    group_size: int = Field(8, ge=1)
+    num_engines: int = Field(default=2, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1)
+    group_size: int = Field(default=8, ge=1)
     """Rollouts per prompt."""
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Must stay 1: the learner does not truncate, so importance ratios against truncated sampling are biased."""
-    max_tokens: int = Field(640, ge=1)
+    max_tokens: int = Field(default=640, ge=1)
     engine: EngineConfig = EngineConfig()
 
     @model_validator(mode="after")
@@ -118,27 +120,27 @@ class RolloutConfig(Section):
 
 
 class LearnerConfig(Section):
-    world_size: int = Field(1, ge=1)
+    world_size: int = Field(default=1, ge=1)
     """FSDP2 processes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward and backward pass. Master weights and optimizer state are float32 in either case."""
-    learning_rate: float = Field(1e-4, gt=0)
-    warmup_steps: int = Field(0, ge=0)
+    learning_rate: float = Field(default=1e-4, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    minibatches: int = Field(1, ge=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per batch."""
-    microbatch_tokens: int = Field(8192, ge=1)
+    microbatch_tokens: int = Field(default=8192, ge=1)
     """Padded tokens in one forward pass; bounds memory. A longer sample gets a pass of its own."""
-    deadline_s: float = Field(600, gt=0)
+    deadline_s: float = Field(default=600, gt=0)
 
 
 class ObjectiveConfig(Section):
     advantage: Literal["grpo", "centered"] = "grpo"
     """`grpo` divides the centred reward by the group's deviation; `centered` does not (Dr. GRPO)."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0)
     """DAPO's clip-higher: above clip_low lets unlikely tokens grow (0.28 in the paper)."""
     loss: Literal["token", "sequence"] = "token"
     """`token`: every token of the batch weighs the same (DAPO). `sequence`: every rollout does (GRPO)."""
@@ -147,11 +149,16 @@ class ObjectiveConfig(Section):
 
 
 class EvalConfig(Section):
-    every: int = Field(10, ge=0)
+    every: int = Field(default=10, ge=0)
     """Evaluate on held-out prompts every this many steps, and at the start and the end; 0 is never."""
-    num_prompts: int = Field(256, ge=1)
-    samples_per_prompt: int = Field(1, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    num_prompts: int = Field(default=256, ge=1)
+    samples_per_prompt: int = Field(default=1, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+
+
+class ClusterConfig(Section):
+    address: str | None = None
+    """A running Ray cluster (`auto` or host:port). None starts one on this machine that ends with the run."""
 
 
 class Config(Section):
@@ -162,6 +169,7 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -171,19 +179,52 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         file = Path(path)
         if not file.is_file():
             raise ValueError(f"config: got {file}; must be a TOML file (configs/arena.toml is a start)")
-        tree = tomllib.loads(file.read_text())
+        try:
+            tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"config: {file} is not TOML: {error}") from None
     for override in overrides:
         _apply(tree, override)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [f"{'.'.join(str(part) for part in e['loc']) or 'config'}: {e['msg']}" for e in error.errors()]
-        raise ValueError("\n".join(lines)) from None
+        raise ValueError("\n".join(_explain(detail) for detail in error.errors())) from None
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """One line for one wrong key: its path as the user writes it, what it got and what it must be."""
+    parts = [str(part) for part in detail["loc"]]
+    if parts[:1] == ["data"] and len(parts) > 2:
+        del parts[1]  # pydantic puts the kind of a union into the path: data.jsonl.path is the user's data.path
+    key = ".".join(parts)
+    match detail["type"]:
+        case "value_error":
+            return str(detail["ctx"]["error"])  # our own validators name their key  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        case "missing":
+            return f"{key}: is missing; must be set"
+        case "union_tag_not_found":
+            return f"{key}.kind: is missing; must be one of arena, jsonl, datasets"
+        case "extra_forbidden":
+            near = difflib.get_close_matches(key, _keys(Config), n=1)
+            return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+        case _:
+            return f"{key}: got {detail['input']!r}; {detail['msg'][:1].lower()}{detail['msg'][1:]}"
+
+
+def _keys(section: type[Section], prefix: str = "") -> list[str]:
+    """Dotted keys of a section, those of its sections and variants included."""
+    keys: list[str] = []
+    for name, info in section.model_fields.items():
+        keys.append(prefix + name)
+        for variant in get_args(info.annotation) or (info.annotation,):
+            if isinstance(variant, type) and issubclass(variant, Section):
+                keys += _keys(variant, f"{prefix}{name}.")
+    return keys
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
     """Set one dotted key; the value is read as TOML, and as a bare string where that fails."""
-    key, equals, text = override.partition("=")
+    key, equals, text = (part.strip() for part in override.partition("="))
     if not equals or not key:
         raise ValueError(f"override: got {override!r}; must be a.b=value")
     try:

@@ -8,6 +8,7 @@ is made from the same records. A sink that fails costs nothing but a count in `m
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,8 @@ class Max:
     maximum: float
 
     def merge(self, other: Max) -> Max:
-        return Max(max(self.maximum, other.maximum))
+        # max() forgets a NaN that comes second: a gap that is not a number must stay visible whatever the order.
+        return other if math.isnan(other.maximum) else Max(max(self.maximum, other.maximum))
 
     def value(self) -> float:
         return self.maximum
@@ -69,6 +71,8 @@ class Metrics:
 
     def add(self, key: str, metric: Metric) -> None:
         known = self._values.get(key)
+        # A Sum that swallows a Mean would be a wrong number with nothing to show it.
+        assert known is None or type(known) is type(metric), f"{key}: {type(known).__name__} merged with {type(metric).__name__}"
         self._values[key] = metric if known is None else known.merge(metric)
 
     def reduce(self) -> dict[str, float]:
@@ -76,7 +80,7 @@ class Metrics:
 
 
 class Sink(Protocol):
-    """Takes records as they come. `kind` says what the record is: "step", "rollouts", "eval", "event"."""
+    """Takes records as they come. `kind` says what one is: "run", "stage", "step", "rollouts", "eval", "event", "progress"."""
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None: ...
 
@@ -88,15 +92,23 @@ class JsonlSink:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_cut_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
-        json.dump({"kind": kind, **record}, self._file, allow_nan=True)
-        self._file.write("\n")
+        assert "kind" not in record, "the kind of a record is not one of its fields"
+        # Encoded first and written at once: a value that JSON refuses must not leave half a line behind.
+        self._file.write(json.dumps({"kind": kind, **record}, allow_nan=True) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Cut a file back to its last whole line, so that what is appended does not melt into what a crash left."""
+    if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
 class WandbSink:
@@ -127,6 +139,10 @@ class Recorder:
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
         self._truth.write(kind, record)
+        self.show(kind, record)
+
+    def show(self, kind: str, record: Mapping[str, Any]) -> None:
+        """Send what only a person who watches needs, such as "progress"; it is not kept in metrics.jsonl."""
         for sink in self._others:
             try:
                 sink.write(kind, record)
@@ -134,21 +150,26 @@ class Recorder:
                 self.num_sink_errors += 1
 
     def close(self) -> None:
-        self._truth.close()
-        for sink in self._others:
+        for sink in self._others:  # before the one that may raise: the console has to give the terminal back
             try:
                 sink.close()
             except Exception:  # noqa: BLE001  as above
                 self.num_sink_errors += 1
+        self._truth.close()
 
 
 def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Records of a metrics.jsonl by kind. A last line cut off by a crash is left out."""
     records: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        records[record.pop("kind")].append(record)
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                break
+            try:
+                record = json.loads(line)
+                records[record.pop("kind")].append(record)
+            except (ValueError, LookupError, AttributeError, TypeError):  # not JSON, no kind, not an object
+                raise ValueError(
+                    f"{path}, line {number}: got {line[:60]!r}; must be one record of a run; delete the line to read the others"
+                ) from None
     return dict(records)

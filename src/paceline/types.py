@@ -61,8 +61,8 @@ class RolloutRequest:
     prompt_ids: Tokens
     max_tokens: int
     temperature: float
-    seed: int | None
-    """None leaves the draw to the engine's own stream; evaluation fixes it."""
+    seed: int | None = None
+    """None leaves the draw to the engine's own stream, which is faster; a test that wants equal samples fixes it."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -116,6 +116,16 @@ class Sample:
     """Behaviour log-probabilities of the response tokens."""
     advantage: float
     policy_version: int
+
+    @classmethod
+    def of(cls, rollout: Rollout, advantage: float) -> Sample:
+        return cls(
+            token_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]),
+            num_prompt_tokens=len(rollout.prompt_ids),
+            logp=rollout.logp,
+            advantage=advantage,
+            policy_version=rollout.policy_version,
+        )
 
     @property
     def num_response_tokens(self) -> int:

@@ -1,0 +1,1 @@
+"""A real small workload, on which everything is measured."""

@@ -1,0 +1,1 @@
+"""Why to believe it: the measuring contract, the simulated loop and the report."""

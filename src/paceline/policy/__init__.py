@@ -1,0 +1,1 @@
+"""What is learnt: the objective and the learner that follows it."""

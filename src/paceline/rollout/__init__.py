@@ -1,0 +1,1 @@
+"""Our side of vLLM, and the only folder that imports it."""

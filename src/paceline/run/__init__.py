@@ -1,0 +1,1 @@
+"""Who runs when: the loop, its bookkeeping, and the processes that it runs in."""

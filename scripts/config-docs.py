@@ -1,0 +1,73 @@
+"""Writes docs/config.md from src/paceline/config.py and the docstrings under its fields. Run it after changing a key."""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from paceline.config import Config, Section
+
+HEADER = """\
+# Every setting
+
+Made from `src/paceline/config.py` by `python scripts/config-docs.py`. A config is a TOML file; on the command line each key can be
+given as `section.key=value`. What is not given keeps its default, and unknown keys are refused.
+"""
+
+
+def sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Every section with its dotted name; the variants of a union follow each other under one name."""
+    if path:
+        yield path, section
+    for name, field in section.model_fields.items():
+        for variant in _sections_in(field.annotation):
+            yield from sections(variant, f"{path}.{name}" if path else name)
+
+
+def page() -> str:
+    parts = [HEADER]
+    for path, section in sections(Config):
+        fields = {name: field for name, field in section.model_fields.items() if not _sections_in(field.annotation)}
+        kind = fields.pop("kind", None)
+        parts.append(f"\n## {path}" + (f' (kind = "{kind.default}")' if kind else "") + "\n\n")
+        parts.append("| key | default | values | meaning |\n|---|---|---|---|\n")
+        parts += [f"| `{name}` | {_default(field)} | {_values(field)} | {_meaning(field)} |\n" for name, field in fields.items()]
+    return "".join(parts)
+
+
+def _sections_in(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [variant for argument in get_args(annotation) for variant in _sections_in(argument)]
+    return []
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "must be given"
+    return "none" if field.default is None else f"`{json.dumps(field.default, default=str)}`"
+
+
+def _values(field: FieldInfo) -> str:
+    kind = re.sub(
+        r"\b(pathlib\.|typing\.)", "", field.annotation.__name__ if isinstance(field.annotation, type) else str(field.annotation)
+    )
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [f"{sign} {getattr(part, name):g}" for part in field.metadata for name, sign in signs.items() if hasattr(part, name)]
+    return f"`{' '.join((kind, ', '.join(bounds))).strip()}`".replace("|", "\\|").replace("'", '"')
+
+
+def _meaning(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
+
+
+if __name__ == "__main__":
+    Path(__file__).resolve().parents[1].joinpath("docs", "config.md").write_text(page(), encoding="utf-8")

@@ -1,0 +1,140 @@
+"""`paceline bench overhead`: what our layer over vLLM costs, as tokens/s of our engine over tokens/s of bare `vllm.LLM`.
+
+Both engines are alive at once, have the same settings and get the same prompts with the same seeds, log-probabilities included.
+They take turns, and take turns at going first. Each is bound to one core, as in a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from paceline.arena.policy import resolve
+from paceline.arena.task import problems
+from paceline.config import EngineConfig
+from paceline.evidence.measure import CpuTimes, Result, environment, middle
+from paceline.rollout.bare import BareEngine
+from paceline.rollout.engine import VllmEngine
+from paceline.types import RolloutRequest
+
+# vLLM's processes spin for a second after their last step; the engine that rests must not take cycles from the one that is timed.
+_SETTLE_S = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """One arm's turn."""
+
+    num_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def run(
+    *,
+    progress: Callable[[str], None],
+    model: str = "arena:small",
+    prompts: int = 16,
+    group_size: int = 8,
+    max_tokens: int = 256,
+    repetitions: int = 7,
+    seed: int = 0,
+) -> Result:
+    """Time both arms `repetitions` times, after one pass each that is not counted."""
+    path = resolve(model, progress=progress)
+    config = EngineConfig(max_model_len=768, kv_cache_gb=0.5)
+    before = CpuTimes.now()
+    batches = _batches(path, num=repetitions + 1, prompts=prompts, group_size=group_size, max_tokens=max_tokens, seed=seed)
+    ours, bare = _measure(path, config, batches, seed, progress)
+    ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, bare, strict=True)]
+    figures, spread = {}, {}
+    figures["ratio"], spread["ratio"] = middle(ratios)
+    figures["ours_tokens_per_s"], spread["ours_tokens_per_s"] = middle([turn.tokens_per_s for turn in ours])
+    figures["bare_tokens_per_s"], spread["bare_tokens_per_s"] = middle([turn.tokens_per_s for turn in bare])
+    return Result(
+        name="overhead",
+        figures=figures,
+        spread=spread,
+        goals={"ratio": (">=", 0.98)},
+        environment=environment(seeds=[seed], config={"model": model, "engine": config.model_dump(mode="json")}),
+        details={
+            "repetitions": repetitions,
+            "rollouts_per_repetition": prompts * group_size,
+            "max_tokens": max_tokens,
+            "ratios": ratios,
+            "ours_tokens": [turn.num_tokens for turn in ours],
+            "bare_tokens": [turn.num_tokens for turn in bare],
+            "steal_share": CpuTimes.now().steal_share_since(before),
+        },
+    )
+
+
+def _batches(path: Path, *, num: int, prompts: int, group_size: int, max_tokens: int, seed: int) -> list[list[RolloutRequest]]:
+    """`num` batches of arena prompts; every request has a seed of its own, so that both arms draw the same responses."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = [problem.prompt for problem in islice(problems(seed), num * prompts)]
+    requests = [
+        RolloutRequest(
+            group_id=group,
+            index=index,
+            prompt_ids=np.asarray(tokenizer.encode(text), np.int32),
+            max_tokens=max_tokens,
+            temperature=1.0,
+            seed=seed + group * group_size + index,
+        )
+        for group, text in enumerate(texts)
+        for index in range(group_size)
+    ]
+    size = prompts * group_size
+    return [requests[first : first + size] for first in range(0, num * size, size)]
+
+
+def _measure(
+    path: Path, config: EngineConfig, batches: Sequence[Sequence[RolloutRequest]], seed: int, progress: Callable[[str], None]
+) -> tuple[list[_Pass], list[_Pass]]:
+    cpus = sorted(os.sched_getaffinity(0))[:1]
+    ours: list[_Pass] = []
+    bare: list[_Pass] = []
+    with asyncio.Runner() as runner:
+        reference = BareEngine(path, config, seed=seed, cpus=cpus)
+        engine = runner.run(VllmEngine.start("overhead", path, config, seed=seed, cpus=cpus))
+        try:
+            for number, batch in enumerate(batches):
+                for arm in ("ours", "bare") if number % 2 else ("bare", "ours"):
+                    time.sleep(_SETTLE_S)
+                    if arm == "ours":
+                        ours.append(runner.run(_our_pass(engine, batch)))
+                    else:
+                        bare.append(_bare_pass(reference, batch))
+                ratio = ours[-1].tokens_per_s / bare[-1].tokens_per_s
+                progress(f"pass {number} of {len(batches) - 1}: {ours[-1].tokens_per_s:.0f} tokens/s, {ratio:.3f} of bare vLLM")
+        finally:
+            runner.run(engine.close())
+            reference.close()
+    return ours[1:], bare[1:]  # the first pass of each is the warm-up
+
+
+async def _our_pass(engine: VllmEngine, requests: Sequence[RolloutRequest]) -> _Pass:
+    began_s = time.perf_counter()
+    await engine.submit(requests)
+    lengths: list[int] = []
+    while len(lengths) < len(requests):
+        lengths += [len(rollout.token_ids) for rollout in await engine.collect()]
+    return _Pass(num_tokens=sum(lengths), seconds=time.perf_counter() - began_s)
+
+
+def _bare_pass(reference: BareEngine, requests: Sequence[RolloutRequest]) -> _Pass:
+    began_s = time.perf_counter()
+    responses = reference.generate(requests)
+    return _Pass(num_tokens=sum(map(len, responses)), seconds=time.perf_counter() - began_s)

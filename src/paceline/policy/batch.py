@@ -1,0 +1,93 @@
+"""Samples into forward passes: which samples each rank scores together, and their padded tensors.
+
+Rollouts are padded on the right, and no attention mask is made: under causal attention no token sees the padding after it, and
+without a mask attention takes its fast causal path.
+
+Dimension suffixes: B rollouts, S padded tokens (prompt and response), T padded response tokens, N response tokens without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.types import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """One forward pass: some samples, padded."""
+
+    indices: tuple[int, ...]
+    """Into the caller's samples; empty for the pass of a rank that has run out of them."""
+    input_ids_BS: torch.Tensor
+    position_N: torch.Tensor
+    """Index into the flattened [B, S] of the token before each response token: where its logits are."""
+    target_N: torch.Tensor
+    mask_BT: torch.Tensor
+    behaviour_logp_BT: torch.Tensor
+    advantage_B: torch.Tensor
+
+
+def plan_passes(lengths: Sequence[int], *, budget: int, world_size: int) -> list[list[tuple[int, ...]]]:
+    """Indices of the samples of each pass of each rank; every rank has the same number of passes, some perhaps empty.
+
+    Samples are dealt out by falling length, so that ranks carry equal loads and pass n has about the same shape on all of them, and
+    so that a pass too large for the memory fails at once. A pass holds at most `budget` padded tokens, but at least one sample.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    plan: list[list[tuple[int, ...]]] = []
+    for rank in range(world_size):
+        passes: list[tuple[int, ...]] = []
+        share = order[rank::world_size]
+        while share:
+            rows = max(1, budget // lengths[share[0]])
+            passes.append(tuple(share[:rows]))
+            share = share[rows:]
+        plan.append(passes)
+    num_passes = max(len(passes) for passes in plan)
+    return [passes + [()] * (num_passes - len(passes)) for passes in plan]
+
+
+def make_batch(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.device) -> Batch:
+    """Pad the samples of one pass; an empty pass is one masked token, which costs nothing and has zero gradients."""
+    if not indices:
+        zero = torch.zeros(1, dtype=torch.long, device=device)
+        return Batch(
+            indices=(),
+            input_ids_BS=zero[None],
+            position_N=zero,
+            target_N=zero,
+            mask_BT=torch.zeros(1, 1, dtype=torch.bool, device=device),
+            behaviour_logp_BT=torch.zeros(1, 1, device=device),
+            advantage_B=torch.zeros(1, device=device),
+        )
+    chosen = [samples[i] for i in indices]
+    num_columns = max(len(sample.token_ids) for sample in chosen)
+    num_responses = max(1, *(sample.num_response_tokens for sample in chosen))
+    input_ids_BS = np.zeros((len(chosen), num_columns), np.int64)
+    mask_BT = np.zeros((len(chosen), num_responses), np.bool_)
+    behaviour_logp_BT = np.zeros((len(chosen), num_responses), np.float32)
+    positions: list[np.ndarray] = []
+    for row, sample in enumerate(chosen):
+        input_ids_BS[row, : len(sample.token_ids)] = sample.token_ids
+        mask_BT[row, : sample.num_response_tokens] = True
+        behaviour_logp_BT[row, : sample.num_response_tokens] = sample.logp
+        positions.append(row * num_columns + np.arange(sample.num_prompt_tokens - 1, len(sample.token_ids) - 1))
+    targets = [sample.token_ids[sample.num_prompt_tokens :] for sample in chosen]
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Batch(
+        indices=indices,
+        input_ids_BS=tensor(input_ids_BS),
+        position_N=tensor(np.concatenate(positions)),
+        target_N=tensor(np.concatenate(targets).astype(np.int64)),
+        mask_BT=tensor(mask_BT),
+        behaviour_logp_BT=tensor(behaviour_logp_BT),
+        advantage_B=tensor(np.array([sample.advantage for sample in chosen], np.float32)),
+    )

@@ -1,0 +1,265 @@
+"""The weight wire as vLLM sees it: transfer backends for its workers, and the sender for GPUs.
+
+On the CPU `paceline_shm` checks a whole push before it touches the model. On GPUs vLLM's own NCCL and IPC backends carry the bytes,
+and ours fingerprint what leaves and what arrives. Only vLLM's processes and a GPU learner import this module.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+from paceline.rollout.transfer import Push, PushReport, ShmReceiver, Target, TensorSpec, fingerprint, inventory
+from paceline.types import PacelineError, PushRefusedError
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+
+
+class _HeldWeights(WeightTransferEngine[Any, Any]):
+    """What a worker knows about the weights that its models hold."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.applied: dict[Target, PushReport] = {}
+        self.weights_unknown = False
+        """True from before the first byte is written into a model until after the last: a worker that failed in between holds
+        parts of two versions."""
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand: every push names its segment."""
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """A `Push` field by field, because vLLM makes this object from a dict."""
+
+    version: int
+    target: Target
+    segment: str
+    entries: list[dict[str, Any]]
+
+
+class ShmWeightTransferEngine(_HeldWeights):
+    """Backend `paceline_shm`: read from shared memory, check everything, then load."""
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._receiver = ShmReceiver()
+        self._expected: dict[str, Mapping[str, TensorSpec]] = {}
+        self._loading: tuple[Push, float, float] | None = None
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: vLLM's reload takes the old weights away as it begins, and a refused push must leave them in place."""
+
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        push = Push.from_dict(vars(update_info))
+        started_s = time.monotonic()
+        weights = self._receiver.check(push, self._inventory())
+        self._loading = (push, started_s, time.monotonic())
+        self.weights_unknown = True
+        initialize_layerwise_reload(self.model)
+        with disable_mtp_completeness_check():
+            cast("Any", self.model).load_weights(weights)
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        assert self._loading is not None, "receive_weights comes first"
+        push, started_s, verified_s = self._loading
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_heads(self.model)
+        self.applied[push.target] = PushReport(
+            version=push.version,
+            fingerprints=push.fingerprints,  # as found here: `check` raises when one differs
+            verify_s=verified_s - started_s,
+            load_s=time.monotonic() - verified_s,
+        )
+        self._loading = None
+        self.weights_unknown = False
+
+    def shutdown(self) -> None:
+        self._receiver.close()
+
+    def _inventory(self) -> Mapping[str, TensorSpec]:
+        checkpoint = self.model_config.model  # the drafter's in a drafter session
+        if checkpoint not in self._expected:
+            self._expected[checkpoint] = inventory(checkpoint)
+        return self._expected[checkpoint]
+
+
+def _repack_tied_heads(model: torch.nn.Module) -> None:
+    """Give an output head that is tied to the embedding the new weights, on the CPU.
+
+    There vLLM computes a head from a packed copy of its weights and packs anew what a reload brings. To a tied head it brings
+    nothing, so that goes on with the old embedding while everything else is new. Seen in vLLM 0.32; the policy of
+    tests/engine/test_transfer.py is tied, so this can go when its log-probabilities are right without it.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
+    )
+
+    heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
+    embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding) and module not in heads]
+    for head in heads:
+        tied = any(head.weight is embedding.weight for embedding in embeddings)
+        if tied and isinstance(head.quant_method, UnquantizedEmbeddingMethod):
+            head.quant_method.process_weights_after_loading(head)  # does nothing on a GPU
+
+
+def receive_push(worker: Worker, push: Push) -> PushReport:
+    """One push through vLLM's own lifecycle. A refusal is an answer and not an error: vLLM's rpc would turn an error into text."""
+    engine = worker.weight_transfer_engine
+    if not isinstance(engine, ShmWeightTransferEngine):
+        raise PacelineError(f"weight_transfer_config: got backend {type(engine).__name__}; must be paceline_shm to receive a push")
+    if push.target == "drafter" and not worker.supports_draft_weight_updates():
+        return PushReport(version=push.version, refused="drafter: this engine runs without one", fingerprints={})
+    try:
+        if push.target == "drafter":
+            worker.start_draft_weight_update()
+        else:
+            worker.start_weight_update()
+        worker.update_weights(push.to_dict())
+    except PushRefusedError as error:
+        return PushReport(version=push.version, refused=str(error), fingerprints={})
+    worker.finish_weight_update()
+    return engine.applied[push.target]
+
+
+def applied(worker: Worker) -> Mapping[Target, PushReport]:
+    """What the worker's models hold, as far as pushes brought it. A model that no push has reached holds its checkpoint."""
+    engine = worker.weight_transfer_engine
+    if not isinstance(engine, _HeldWeights):
+        raise PacelineError(f"weight_transfer_config: got backend {type(engine).__name__}; must be one of Paceline's")
+    if engine.weights_unknown:
+        raise PacelineError("a push failed after it had begun to change the model: nobody knows what it holds")
+    return engine.applied
+
+
+# GPUs. Not run on a GPU yet: kept thin over what vLLM tests itself.
+
+
+class _Witness(torch.nn.Module):
+    """Stands in for the model while a stock backend receives, and fingerprints each tensor before the model gets it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.fingerprints: dict[str, str] = {}
+        self.not_finite: list[str] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        weights = list(weights)
+        for name, tensor in weights:
+            self.fingerprints[name] = fingerprint(tensor)
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                self.not_finite.append(name)
+        cast("Any", self.model).load_weights(weights)
+
+
+class _Fingerprinted(_HeldWeights):
+    """Mixed in before a stock backend.
+
+    Stock backends write into the model while the bytes arrive, so nothing can be refused. What arrives wrong leaves
+    `weights_unknown`, or fingerprints that `mismatched` tells from the sender's: the caller must push again before it resumes the
+    engine, and give the engine up when that fails too.
+    """
+
+    def start_weight_update(self) -> None:
+        self.weights_unknown = True
+        self._arrived: dict[str, str] = {}
+        super().start_weight_update()  # pyright: ignore[reportAbstractUsage]  the stock backend is next in line
+
+    def receive_weights(self, update_info: Any) -> None:
+        model = self.model
+        self.model = witness = _Witness(model)
+        try:
+            super().receive_weights(update_info)  # pyright: ignore[reportAbstractUsage]  as above
+        finally:
+            self.model = model
+        if witness.not_finite:
+            raise PacelineError(f"{witness.not_finite[0]}: holds a NaN or an infinity, and is loaded")
+        self._arrived |= witness.fingerprints
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()  # pyright: ignore[reportAbstractUsage]  as above
+        target: Target = "policy" if self.model is self._default_model else "drafter"
+        self.applied[target] = PushReport(version=None, fingerprints=self._arrived)
+        self.weights_unknown = False
+
+
+class FingerprintedNcclEngine(_Fingerprinted, NCCLWeightTransferEngine):
+    """Backend `paceline_nccl`. Not run on a GPU yet."""
+
+
+class FingerprintedIpcEngine(_Fingerprinted, IPCWeightTransferEngine):
+    """Backend `paceline_ipc`. Not run on a GPU yet."""
+
+
+class _FingerprintedSource(WeightSource):
+    def __init__(self, metadata: Callable[[], list[ParamMeta]], weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+        self._metadata = metadata
+        self._weights = weights
+        self.fingerprints: dict[str, str] = {}
+
+    def metadata(self) -> list[ParamMeta]:
+        return self._metadata()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.fingerprints = {}
+        for name, tensor in self._weights():
+            self.fingerprints[name] = fingerprint(tensor)
+            yield name, tensor
+
+
+class GpuSender:
+    """vLLM's own sender, with fingerprints. Not run on a GPU yet.
+
+    `init_info` chooses and opens the transport (`NCCLTrainerInitInfo`, `IPCTrainerInitInfo`). Made and called on every rank of the
+    learner, because gathering is collective; `client` is only used on rank 0.
+    """
+
+    def __init__(
+        self,
+        init_info: TrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        metadata: Callable[[], list[ParamMeta]],
+        weights: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+    ) -> None:
+        self._source = _FingerprintedSource(metadata, weights)
+        self._engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=self._source)
+
+    def send(self) -> Mapping[str, str]:
+        """Send once to all engines; the fingerprints are to be compared with every engine's `applied_fingerprints`."""
+        self._engine.send_weights()
+        return self._source.fingerprints

@@ -1,0 +1,373 @@
+"""Engines and learner as Ray actors: the processes of a run, where they stand and how they end. The only file that imports ray.
+
+    driver (loop.py) ── RemoteEngine ──▶ EngineActor x num_engines ── VllmEngine ── vLLM's own processes
+                     ── RemoteLearner ─▶ LearnerActor x world_size ── FsdpLearner
+                     ── RemoteSender ──▶ LearnerActor.stage ──push──▶ EngineActor.receive
+
+Every call to an actor has a deadline, because Ray calls a stopped process alive. Actors die with the driver, vLLM's processes die
+with their actor, and a Ray that was started here dies with the driver too, so that neither Ctrl-C nor a crash leaves anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from paceline.config import Config, EngineConfig, LearnerConfig, ObjectiveConfig
+from paceline.policy.learner import FsdpLearner
+from paceline.rollout.transfer import Push, ShmSender
+from paceline.types import EngineLostError, Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample
+
+T = TypeVar("T")
+
+_POLL_S = 10.0
+"""An engine answers `collect` at least this often, with nothing if nothing has finished: silence means that it is lost."""
+_CLOSE_DEADLINE_S = 8.0
+
+
+class EngineActor:
+    """A process with one engine in it."""
+
+    async def start(self, name: str, model_path: str, config: EngineConfig, seed: int, cpus: Sequence[int] | None) -> int:
+        """Returns the process id, so that a test can kill it."""
+        from paceline.rollout.engine import VllmEngine
+
+        self._engine = await VllmEngine.start(name, model_path, config, seed=seed, cpus=cpus)
+        self._collecting: asyncio.Task[Sequence[Rollout]] | None = None
+        return os.getpid()
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        await self._engine.submit(requests)
+
+    async def collect(self, wait_s: float) -> Sequence[Rollout]:
+        # The task outlives a poll that found nothing: cancelling it could drop rollouts that it had just taken.
+        self._collecting = self._collecting or asyncio.create_task(_as_list(self._engine.collect()))
+        done, _ = await asyncio.wait({self._collecting}, timeout=wait_s)
+        if not done:
+            return []
+        task, self._collecting = self._collecting, None
+        return task.result()
+
+    async def receive(self, push: Push) -> Receipt:
+        return await self._engine.receive(push)
+
+    async def call(self, method: str) -> Mapping[str, float] | None:
+        """pause, resume, sleep, wake, metrics, close."""
+        return await {
+            "pause": self._engine.pause,
+            "resume": self._engine.resume,
+            "sleep": self._engine.sleep,
+            "wake": self._engine.wake,
+            "metrics": self._engine.metrics,
+            "close": self._engine.close,
+        }[method]()
+
+
+class LearnerActor:
+    """One rank of the learner, with the sending end of the weight wire beside it."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def meeting_place(self) -> str:
+        """Where the ranks meet; asked of rank 0."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{address}:{probe.getsockname()[1]}"
+
+    def start(
+        self,
+        model_path: str,
+        config: LearnerConfig,
+        objective: ObjectiveConfig,
+        temperature: float,
+        seed: int,
+        meeting_place: str | None,
+        wire_dtype: torch.dtype,
+        num_threads: int | None,
+    ) -> None:
+        self._learner = FsdpLearner(
+            model_path,
+            config,
+            objective,
+            temperature=temperature,
+            seed=seed,
+            rank=self._rank,
+            init_method=meeting_place,
+            num_threads=num_threads,
+        )
+        self._wire_dtype = wire_dtype
+        self._sender = ShmSender() if self._rank == 0 else None
+
+    def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        return self._learner.logp(samples).logp
+
+    def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+        return self._learner.update(samples)
+
+    def stage(self, version: int) -> Push | None:
+        """Put the policy onto the wire; every rank takes part in gathering it, rank 0 sends."""
+        weights = self._learner.weights(self._wire_dtype)
+        if self._sender is not None:
+            return self._sender.stage(version, weights)
+        for _ in weights:
+            pass
+        return None
+
+    def save(self, path: str) -> None:
+        self._learner.save(path)
+
+    def close(self) -> None:
+        self._learner.close()
+        if self._sender is not None:
+            self._sender.close()
+
+
+class RemoteEngine:
+    """types.Engine over an EngineActor."""
+
+    def __init__(self, name: str, actor: Any, config: EngineConfig) -> None:
+        self.name = name
+        self.actor = actor
+        self.pid = 0
+        self._config = config
+
+    async def start(self, model_path: str, seed: int, cpus: Sequence[int] | None) -> None:
+        starting = self.actor.start.remote(self.name, model_path, self._config, seed, cpus)
+        self.pid = await self._answer("start", starting, self._config.start_deadline_s + self._config.call_deadline_s)
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        await self._answer("submit", self.actor.submit.remote(list(requests)))
+
+    async def collect(self) -> Sequence[Rollout]:
+        while True:
+            rollouts = await self._answer("collect", self.actor.collect.remote(_POLL_S), _POLL_S + self._config.call_deadline_s)
+            if rollouts:
+                return rollouts
+
+    async def receive(self, push: Push) -> Receipt:
+        """Like all of types.Engine it raises when the engine is gone; a push that was refused is in the receipt."""
+        return await self._answer("receive", self.actor.receive.remote(push), 5 * self._config.call_deadline_s)
+
+    async def pause(self) -> None:
+        await self._answer("pause", self.actor.call.remote("pause"))
+
+    async def resume(self) -> None:
+        await self._answer("resume", self.actor.call.remote("resume"))
+
+    async def sleep(self) -> None:
+        await self._answer("sleep", self.actor.call.remote("sleep"))
+
+    async def wake(self) -> None:
+        await self._answer("wake", self.actor.call.remote("wake"))
+
+    async def metrics(self) -> Mapping[str, float]:
+        return await self._answer("metrics", self.actor.call.remote("metrics"))
+
+    async def close(self) -> None:
+        with suppress(PacelineError):  # it is killed next in either case
+            await self._answer("close", self.actor.call.remote("close"), _CLOSE_DEADLINE_S)
+        ray.kill(self.actor)
+
+    async def _answer(self, what: str, answer: Awaitable[T], deadline_s: float | None = None) -> T:
+        deadline_s = deadline_s or self._config.call_deadline_s
+        try:
+            return await asyncio.wait_for(_plain(answer), deadline_s)
+        except TimeoutError:
+            raise EngineLostError(self.name, f"{what} did not answer within {deadline_s:.0f} s") from None
+        except RayActorError as error:
+            raise EngineLostError(self.name, f"its process ended during {what}: {_first_line(error)}") from None
+        except RayError as error:
+            lost = error.__cause__
+            if isinstance(lost, EngineLostError):
+                raise EngineLostError(self.name, lost.why) from None
+            raise
+
+
+class RemoteLearner:
+    """types.Learner over the LearnerActors; rank 0 speaks for all."""
+
+    def __init__(self, actors: Sequence[Any], config: LearnerConfig) -> None:
+        self.actors = actors
+        self._config = config
+
+    async def start(self, model_path: str, config: Config, wire_dtype: torch.dtype, num_threads: int | None) -> None:
+        meeting_place = await _plain(self.actors[0].meeting_place.remote()) if len(self.actors) > 1 else None
+        await self._all(
+            "start",
+            model_path,
+            config.learner,
+            config.objective,
+            config.rollout.temperature,
+            config.run.seed,
+            meeting_place,
+            wire_dtype,
+            num_threads,
+        )
+
+    async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        return await self._all("logp", list(samples))
+
+    async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+        return await self._all("update", list(samples))
+
+    async def stage(self, version: int) -> Push:
+        return await self._all("stage", version)
+
+    async def save(self, path: str) -> None:
+        await self._all("save", path)
+
+    async def close(self) -> None:
+        with suppress(TimeoutError, PacelineError):  # they are killed next in either case
+            await asyncio.wait_for(self._all("close"), _CLOSE_DEADLINE_S)
+        for actor in self.actors:
+            ray.kill(actor)
+
+    async def _all(self, method: str, *args: Any) -> Any:
+        """Call every rank with the same arguments, each of them shipped once per node."""
+        shared = [ray.put(arg) for arg in args]
+        answers = [_plain(getattr(actor, method).remote(*shared)) for actor in self.actors]
+        try:
+            return (await asyncio.wait_for(asyncio.gather(*answers), self._config.deadline_s))[0]
+        except TimeoutError:
+            raise PacelineError(
+                f"the learner did not answer {method} within {self._config.deadline_s:.0f} s; "
+                "raise learner.deadline_s if it is only slow"
+            ) from None
+        except RayActorError as error:
+            raise PacelineError(f"a learner process ended during {method}: {_first_line(error)}") from None
+
+
+class RemoteSender:
+    """types.Sender: the learner stages a version once, and all engines take it at the same time."""
+
+    def __init__(self, learner: RemoteLearner, engines: Sequence[RemoteEngine]) -> None:
+        self._learner = learner
+        self._engines = list(engines)
+
+    async def send(self, version: int) -> Sequence[Receipt]:
+        push = await self._learner.stage(version)
+        receipts = await asyncio.gather(*(self._deliver(engine, push) for engine in self._engines))
+        lost = {receipt.engine for receipt in receipts if receipt.lost}
+        self._engines = [engine for engine in self._engines if engine.name not in lost]
+        return receipts
+
+    async def _deliver(self, engine: RemoteEngine, push: Push) -> Receipt:
+        try:
+            return await engine.receive(push)
+        except EngineLostError as lost:
+            return Receipt(
+                engine=engine.name, version=push.version, num_tensors=0, num_bytes=0, seconds=0.0, error=lost.why, lost=True
+            )
+
+
+class Cluster:
+    """The actors of one run."""
+
+    def __init__(self, engines: Sequence[RemoteEngine], learner: RemoteLearner, sender: RemoteSender) -> None:
+        self.engines = engines
+        self.learner = learner
+        self.sender = sender
+
+
+@asynccontextmanager
+async def start_cluster(config: Config, model_path: Path):
+    """Place and start every process of a run; all of them are gone when the context ends."""
+    _start_ray(config)
+    group = _place(config)
+    engines, learner = _create_actors(config, group)
+    try:
+        cores = sorted(os.sched_getaffinity(0))
+        gpu = torch.cuda.is_available()
+        starting = [
+            engine.start(str(model_path), config.run.seed * 1000 + index, None if gpu else _share(cores, index, len(engines)))
+            for index, engine in enumerate(engines)
+        ]
+        wire_dtype = getattr(torch, config.rollout.engine.dtype)
+        threads = None if gpu else max(1, len(cores) // config.learner.world_size)
+        await asyncio.gather(*starting, learner.start(str(model_path), config, wire_dtype, threads))
+        yield Cluster(engines, learner, RemoteSender(learner, engines))
+    finally:
+        await asyncio.gather(*(part.close() for part in (*engines, learner)), return_exceptions=True)
+        remove_placement_group(group)
+        ray.shutdown()
+
+
+def _start_ray(config: Config) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if config.cluster.address is not None:
+        ray.init(address=config.cluster.address, log_to_driver=False)
+        return
+    # A laptop has fewer cores than a run has processes. Engines and learner take turns, so promising more does no harm.
+    wanted = config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size
+    ray.init(
+        address="local",
+        num_cpus=max(wanted, len(os.sched_getaffinity(0))),
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=512 * 2**20,
+    )
+
+
+def _place(config: Config) -> PlacementGroup:
+    """One bundle per engine (all GPUs of an engine on one node), then one per learner rank."""
+    gpu = torch.cuda.is_available()
+    engine = {"CPU": 1.0, "GPU": float(config.rollout.engine.tensor_parallel_size)} if gpu else {"CPU": 1.0}
+    rank = {"CPU": 1.0, "GPU": 1.0} if gpu else {"CPU": 1.0}
+    bundles = [engine] * config.rollout.num_engines + [rank] * config.learner.world_size
+    # Shared memory is the wire on the CPU, so there everything stands on one node.
+    group = placement_group(bundles, strategy="PACK" if gpu else "STRICT_PACK")
+    if not group.wait(60):
+        remove_placement_group(group)
+        ray.shutdown()
+        raise PacelineError(f"Ray found no room for {bundles} within 60 s; lower rollout.num_engines or learner.world_size")
+    return group
+
+
+def _create_actors(config: Config, group: PlacementGroup) -> tuple[list[RemoteEngine], RemoteLearner]:
+    gpu = torch.cuda.is_available()
+    tensor_parallel_size = config.rollout.engine.tensor_parallel_size if gpu else 0
+
+    def create(actor: type, index: int, num_gpus: int, *args: Any) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy, "max_restarts": 0}
+        return ray.remote(actor).options(**options).remote(*args)
+
+    engines = []
+    for index in range(config.rollout.num_engines):
+        actor = create(EngineActor, index, tensor_parallel_size)
+        engines.append(RemoteEngine(f"engine-{index}", actor, config.rollout.engine))
+    ranks = [create(LearnerActor, config.rollout.num_engines + rank, int(gpu), rank) for rank in range(config.learner.world_size)]
+    return engines, RemoteLearner(ranks, config.learner)
+
+
+def _share(cores: Sequence[int], index: int, num_engines: int) -> list[int]:
+    """Cores of one engine: a share of its own where there are enough, otherwise they take turns."""
+    if num_engines >= len(cores):
+        return [cores[index % len(cores)]]
+    return list(cores[index * len(cores) // num_engines : (index + 1) * len(cores) // num_engines])
+
+
+async def _plain(answer: Awaitable[T]) -> T:
+    """Ray's futures are awaitable but no coroutines, which asyncio's combinators want."""
+    return await answer
+
+
+async def _as_list(rollouts: Awaitable[Sequence[Rollout]]) -> list[Rollout]:
+    return list(await rollouts)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

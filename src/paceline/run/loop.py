@@ -1,0 +1,145 @@
+"""One RL run on one page, over protocols: no ray, no vllm.
+
+    step s:  data ──▶ generation ──▶ prepare ──▶ logprob ──▶ train ──▶ sync ──▶ (eval)
+             open      wait for      rewards,     learner's    one       new policy version
+             batches   batch s       advantages   own logp     update    to every engine
+               │          ▲
+               └─ fleet ──┘   with lag n, batches s .. s+n are open while the learner works on batch s
+
+Synchronous (lag 0) and asynchronous training are this same code; a sync pauses engines, so with a lag it may come in the middle of
+rollouts, which then carry the version of their first and of their last token. The simulator runs this file with simulated ends on
+a virtual clock: time is the event loop's, never the machine's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from paceline.config import Config
+from paceline.metrics import Max, Mean, Recorder
+from paceline.policy.objective import advantages, mismatch
+from paceline.run.fleet import Batch, Fleet, Sampling
+from paceline.run.journal import Journal, Rewards
+from paceline.types import Engine, Group, Learner, PacelineError, Prompt, Sample, Sender
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a run is made of; real, remote or simulated."""
+
+    engines: Sequence[Engine]
+    learner: Learner
+    sender: Sender
+    prompts: Iterator[Prompt]
+    """Endless."""
+    heldout: Sequence[Prompt]
+    score: Callable[[Sequence[Group]], Awaitable[Rewards]]
+    """A reward for every rollout of every group."""
+
+
+async def train(parts: Parts, config: Config, recorder: Recorder, *, save_to: str | None = None) -> None:
+    """The whole run; the policy is saved under `save_to`."""
+    journal = Journal(recorder)
+    # A few requests wait inside the engine, so that a slot that falls free is filled without a round trip.
+    slots = config.rollout.engine.max_num_seqs * 9 // 8 + 1
+    async with Fleet(parts.engines, slots=slots, on_lost=journal.engine_lost, on_progress=journal.progress) as fleet:
+        run = _Run(parts, config, journal, fleet)
+        await run.sync()
+        await run.evaluate()
+        for step in range(1, config.run.steps + 1):
+            journal.begin_step(step)
+            await run.one_step()
+            if config.eval.every and (step % config.eval.every == 0 or step == config.run.steps):
+                await run.evaluate()
+            if save_to and (step == config.run.steps or (config.run.save_every and step % config.run.save_every == 0)):
+                await parts.learner.save(f"{save_to}/step-{step}")
+            journal.end_step(fleet)
+
+
+class _Run:
+    """What a run remembers from step to step: open batches and the policy version."""
+
+    def __init__(self, parts: Parts, config: Config, journal: Journal, fleet: Fleet) -> None:
+        self.parts, self.config, self.journal, self.fleet = parts, config, journal, fleet
+        self.version = 0
+        self.batches: deque[Batch] = deque()
+
+    async def one_step(self) -> None:
+        stage, add, learner = self.journal.stage, self.journal.metrics.add, self.parts.learner
+        with stage("data"):
+            self.open_batches()
+        with stage("generation"):
+            groups = await self.batches.popleft().wait()
+        with stage("prepare"):
+            rewards = await self.parts.score(groups)
+            self.journal.rollouts(groups, rewards, policy_version=self.version, fleet=self.fleet)
+            samples = self.make_samples(groups, rewards)
+        if not samples:
+            self.journal.event("update_skipped", why="every group has equal rewards")
+            return
+        with stage("logprob"):
+            learner_logp = await learner.logp(samples)
+            gap = mismatch(np.concatenate([sample.logp for sample in samples]), np.concatenate(learner_logp))
+            add("mismatch/k3", Mean(gap.k3_sum, gap.count))
+            add("mismatch/max_abs", Max(gap.max_abs))
+        with stage("train"):
+            for key, value in (await learner.update(samples)).items():
+                add(key, Mean(value))
+            self.version += 1
+        with stage("sync"):
+            await self.sync()
+
+    def open_batches(self) -> None:
+        """Keep batches `step` .. `step + lag` in flight, none beyond the last step."""
+        rollout, run = self.config.rollout, self.config.run
+        sampling = Sampling(group_size=rollout.group_size, temperature=rollout.temperature, max_tokens=rollout.max_tokens)
+        wanted = min(1 + run.lag, run.steps - self.journal.step + 1)
+        while len(self.batches) < wanted:
+            prompts = list(islice(self.parts.prompts, rollout.prompts_per_step))
+            self.batches.append(self.fleet.open(prompts, sampling))
+
+    def make_samples(self, groups: Sequence[Group], rewards: Rewards) -> list[Sample]:
+        """Rollouts with their advantages; groups that carry no gradient are left out if the objective says so."""
+        samples: list[Sample] = []
+        for group, group_rewards in zip(groups, rewards, strict=True):
+            keep = len(set(group_rewards)) > 1 or not self.config.objective.drop_uniform_groups
+            self.journal.metrics.add("policy/groups_kept_share", Mean(float(keep)))
+            if keep:
+                group_advantages = advantages(group_rewards, self.config.objective.advantage)
+                samples += [Sample.of(r, float(a)) for r, a in zip(group.rollouts, group_advantages, strict=True)]
+        return samples
+
+    async def sync(self) -> None:
+        """Push the policy. A push that was refused is tried once more; an engine that cannot follow is not used any more."""
+        for last_try in (False, True):
+            receipts = await self.parts.sender.send(self.version)
+            self.journal.receipts(receipts, self.version)
+            failed = [receipt for receipt in receipts if not receipt.ok]
+            for receipt in failed:
+                why = receipt.error or f"fingerprints differ: {', '.join(receipt.mismatched[:3])}"
+                self.journal.event("push_failed", engine=receipt.engine, version=self.version, why=why)
+                if receipt.lost or last_try:
+                    self.fleet.lose(receipt.engine, why)
+            if all(receipt.lost for receipt in failed):
+                break
+        if not self.fleet.engines:
+            raise PacelineError(f"no engine took policy version {self.version}; the push_failed events in metrics.jsonl say why")
+
+    async def evaluate(self) -> None:
+        """Mean reward on held-out prompts, sampled as configured."""
+        settings, prompts = self.config.eval, self.parts.heldout[: self.config.eval.num_prompts]
+        if not settings.every or not prompts:
+            return
+        max_tokens = self.config.rollout.max_tokens
+        sampling = Sampling(group_size=settings.samples_per_prompt, temperature=settings.temperature, max_tokens=max_tokens)
+        with self.journal.stage("eval"):
+            groups = await self.fleet.open(prompts, sampling).wait()
+            rewards = await self.parts.score(groups)
+        accuracy = Mean.of([reward for group_rewards in rewards for reward in group_rewards])
+        length = Mean.of([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
+        self.journal.evaluation({"eval/accuracy": accuracy.value(), "eval/length_mean": length.value()})

@@ -1,0 +1,114 @@
+"""A config in, a run directory out: what `paceline train` does.
+
+runs/NAME/config.json      the resolved config
+         metrics.jsonl     everything that was measured
+         policy/step-N/    Hugging Face checkpoints of the policy
+         report.html       made at the end, or by `paceline report`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import cast
+
+from paceline.arena.policy import resolve
+from paceline.arena.problems import arena_task
+from paceline.config import ArenaData, Config
+from paceline.console import ConsoleSink
+from paceline.evidence.measure import environment
+from paceline.metrics import JsonlSink, Recorder, Sink, WandbSink
+from paceline.run.loop import Parts, train
+from paceline.run.task import Task, Tokenizer, load_task, scorer
+
+
+def run(config: Config, *, cache_root: Path, progress: Callable[[str], None]) -> Path:
+    """Train as the config says; returns the run directory. Ctrl-C and SIGTERM end every process before this returns."""
+    model_path = resolve(config.policy.model, cache_root=cache_root, progress=progress)
+    tokenizer = load_tokenizer(model_path)
+    task = make_task(config, tokenizer)
+    check_lengths(config, task)
+    directory = new_directory(config)
+    (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    recorder = Recorder(JsonlSink(directory / "metrics.jsonl"), _sinks(config))
+    progress(f"run directory {directory}; starting {config.rollout.num_engines} engines and the learner")
+    try:
+        asyncio.run(_run(config, model_path, task, tokenizer, recorder, directory))
+    finally:
+        recorder.close()
+    return directory
+
+
+async def _run(config: Config, model_path: Path, task: Task, tokenizer: Tokenizer, recorder: Recorder, directory: Path) -> None:
+    from paceline.run.cluster import start_cluster  # imports ray and torch, which takes seconds
+
+    this_task = asyncio.current_task()
+    assert this_task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
+    resolved = json.loads(config.model_dump_json())
+    record = {
+        "config": resolved,
+        "environment": environment(seeds=[config.run.seed]),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    async with start_cluster(config, model_path) as cluster:
+        recorder.write("run", record)
+        parts = Parts(
+            engines=cluster.engines,
+            learner=cluster.learner,
+            sender=cluster.sender,
+            prompts=task.prompts,
+            heldout=task.heldout,
+            score=scorer(task.reward, tokenizer),
+        )
+        await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"))
+
+
+def load_tokenizer(model_path: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    return cast("Tokenizer", AutoTokenizer.from_pretrained(model_path))
+
+
+def make_task(config: Config, tokenizer: Tokenizer) -> Task:
+    num_heldout = config.eval.num_prompts if config.eval.every else 0
+    if isinstance(config.data, ArenaData):
+        return arena_task(tokenizer, seed=config.data.seed + config.run.seed, num_heldout=num_heldout)
+    return load_task(config.data, tokenizer, seed=config.run.seed, num_heldout=num_heldout)
+
+
+def check_lengths(config: Config, task: Task) -> None:
+    """Refuse a run whose responses would be cut by the context instead of by rollout.max_tokens."""
+    longest = max((len(prompt.token_ids) for prompt in task.heldout), default=0)
+    room = config.rollout.engine.max_model_len
+    if longest + config.rollout.max_tokens > room:
+        raise ValueError(
+            f"rollout.engine.max_model_len: got {room}; must be at least {longest + config.rollout.max_tokens} because prompts "
+            f"have up to {longest} tokens and rollout.max_tokens is {config.rollout.max_tokens}"
+        )
+
+
+def new_directory(config: Config) -> Path:
+    """A directory of this run's own; an existing one is never written into."""
+    for number in range(1, 10_000):
+        name = config.run.name if number == 1 else f"{config.run.name}-{number}"
+        directory = config.run.directory / name
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return directory
+    raise ValueError(f"run.name: got {config.run.name!r}; every numbered variant of it exists in {config.run.directory}")
+
+
+def _sinks(config: Config) -> list[Sink]:
+    sinks: list[Sink] = []
+    if "console" in config.run.sinks:
+        sinks.append(ConsoleSink())
+    if "wandb" in config.run.sinks:
+        sinks.append(WandbSink("paceline", config.run.name, config.model_dump(mode="json")))
+    return sinks

@@ -1,0 +1,128 @@
+"""Two FSDP2 processes over gloo must do what one process does. This file is also the program that each process runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from paceline.config import LearnerConfig, ObjectiveConfig
+from paceline.policy.learner import FsdpLearner
+from paceline.types import Sample
+
+VOCABULARY = 41  # odd, so that the ranks' shards of the embedding differ in size
+
+
+def make_samples(num: int) -> list[Sample]:
+    random = np.random.default_rng(0)
+    samples = []
+    for _ in range(num):
+        num_prompt, num_response = int(random.integers(1, 9)), int(random.integers(1, 40))
+        samples.append(
+            Sample(
+                token_ids=random.integers(0, VOCABULARY, num_prompt + num_response).astype(np.int32),
+                num_prompt_tokens=num_prompt,
+                logp=random.uniform(-6, -1, num_response).astype(np.float32),
+                advantage=float(random.normal()),
+                policy_version=0,
+            )
+        )
+    return samples
+
+
+def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> None:
+    """One rank's life; rank by rank the record goes to `out`."""
+    config = LearnerConfig(world_size=world_size, microbatch_tokens=90, minibatches=2, learning_rate=1e-3, deadline_s=120)
+    objective = ObjectiveConfig(loss=loss, clip_high=0.28)  # pyright: ignore[reportArgumentType]
+    learner = FsdpLearner(
+        model, config, objective, temperature=0.9, seed=5, rank=rank, init_method=f"file://{out / 'meeting'}", num_threads=1
+    )
+    samples = make_samples(7)
+    scored = learner.logp(samples, taps=(1, 2))
+    learner._accumulate(samples)
+    gradients = {name: p.grad.full_tensor() for name, p in learner._scorer.named_parameters()}  # pyright: ignore
+    learner._optimizer.zero_grad()
+    alone = learner.update(samples[:1])  # the second rank has nothing to do, and must not leave the first waiting
+    metrics = learner.update(samples)
+    weights = dict(learner.weights(torch.float32))
+    rescored = learner.logp(samples)
+    learner.save(out / "saved")
+    save_file({f"gradient.{name}": tensor for name, tensor in gradients.items()} | weights, out / f"rank{rank}.safetensors")
+    record = {
+        "logp": [x.tolist() for x in scored.logp],
+        "entropy": [x.tolist() for x in scored.entropy],
+        "rescored": [x.tolist() for x in rescored.logp],
+        "states": {i: float(np.abs(state.taps).sum() + np.abs(state.last).sum()) for i, state in scored.states.items()},
+        "metrics": metrics,
+        "alone": alone,
+    }
+    (out / f"rank{rank}.json").write_text(json.dumps(record))
+    learner.close()
+
+
+def run_group(model: Path, out: Path, world_size: int, loss: str) -> list[dict[str, Any]]:
+    out.mkdir()
+    processes = [
+        subprocess.Popen([sys.executable, __file__, str(model), str(out), str(rank), str(world_size), loss])
+        for rank in range(world_size)
+    ]
+    try:
+        assert [process.wait(timeout=240) for process in processes] == [0] * world_size
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_two_ranks_do_what_one_does(tmp_path: Path, loss: str) -> None:
+    """Guards against gradients halved by FSDP2's averaging, normalisers counted per rank, samples scored twice or not at all, and
+    ranks that drift apart."""
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=50,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    model = tmp_path / "model"
+    Qwen3ForCausalLM(config).save_pretrained(model)
+    (one,) = run_group(model, tmp_path / "one", 1, loss)
+    two = run_group(model, tmp_path / "two", 2, loss)
+
+    for rank in two:
+        for key in ("logp", "entropy", "rescored"):
+            for expected, actual in zip(one[key], rank[key], strict=True):
+                np.testing.assert_allclose(actual, expected, atol=1e-4 if key == "rescored" else 1e-5, err_msg=key)
+        for key in ("alone", "metrics"):
+            assert rank[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5)
+    assert two[0]["states"].keys().isdisjoint(two[1]["states"])
+    assert two[0]["states"] | two[1]["states"] == pytest.approx(one["states"], rel=1e-4)
+
+    expected = load_file(tmp_path / "one" / "rank0.safetensors")
+    initial = load_file(model / "model.safetensors")
+    ranks = [load_file(tmp_path / "two" / f"rank{rank}.safetensors") for rank in range(2)]
+    for name, tensor in expected.items():
+        assert torch.equal(ranks[0][name], ranks[1][name]), name
+        torch.testing.assert_close(ranks[0][name], tensor, atol=1e-5, rtol=0)
+        if not name.startswith("gradient."):
+            assert (tensor - initial[name]).abs().max() > 1e-4, f"{name} was not trained, so the comparison says nothing"
+    saved = load_file(tmp_path / "two" / "saved" / "model.safetensors")
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, ranks[0][name]), name
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

@@ -1,0 +1,39 @@
+"""Owner of an engine, to be killed by test_engine.py: closes one engine cleanly, then starts another and says who belongs to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from paceline.config import EngineConfig
+from paceline.rollout.engine import VllmEngine
+from paceline.types import RolloutRequest
+
+
+def children() -> list[int]:
+    """Descendants, without the tracker of shared memory that Python itself keeps until this process ends."""
+    descendants = psutil.Process().children(recursive=True)
+    return [process.pid for process in descendants if "resource_tracker" not in " ".join(process.cmdline())]
+
+
+async def main(model_path: Path, cpu: int) -> None:
+    config = EngineConfig(dtype="bfloat16", max_model_len=64, max_num_seqs=4, kv_cache_gb=0.05)
+    request = RolloutRequest(group_id=0, index=0, prompt_ids=np.array([5, 6, 7], np.int32), max_tokens=4, temperature=1.0)
+    engine = await VllmEngine.start("closed", model_path, config, seed=0, cpus=[cpu])
+    await engine.submit([request])
+    num_tokens = sum(len(rollout.token_ids) for rollout in await engine.collect())
+    await engine.close()
+    after_close = children()
+    orphaned = await VllmEngine.start("orphaned", model_path, config, seed=0, cpus=[cpu])
+    print(json.dumps({"num_tokens": num_tokens, "after_close": after_close, "orphans": children()}), flush=True)
+    await asyncio.Event().wait()
+    await orphaned.close()  # never reached: the test kills this process
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,33 @@
+"""A policy of random weights, small enough that an engine starts on it in seconds."""
+
+from pathlib import Path
+
+EOS = 1
+VOCABULARY = 96
+
+
+def make_policy(path: Path, *, seed: int = 0) -> Path:
+    """A random Qwen3 checkpoint in float32: 4 layers, hidden 64, 96 tokens, end token 1."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.3,  # uneven enough that a wrong temperature shows in the log-probabilities
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).float()
+    model.generation_config.eos_token_id = EOS
+    model.save_pretrained(path)
+    return path

@@ -1,0 +1,100 @@
+"""What a user may write in a config, and what the error says when it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.config import ArenaData, JsonlData, load_config
+
+
+def test_defaults_are_a_whole_config():
+    config = load_config()
+    assert config.run.lag == 0
+    assert config.data == ArenaData()
+
+
+def test_override_beats_the_file_and_the_file_beats_the_default(tmp_path: Path):
+    file = tmp_path / "a.toml"
+    file.write_text("[run]\nsteps = 7\nseed = 3\n[rollout.engine]\nmax_num_seqs = 9\n")
+    config = load_config(file, ["run.steps=11"])
+    assert (config.run.steps, config.run.seed, config.rollout.engine.max_num_seqs, config.run.lag) == (11, 3, 9, 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("run.steps=12", lambda c: c.run.steps, 12),
+        ("learner.learning_rate=3e-5", lambda c: c.learner.learning_rate, 3e-5),
+        ("objective.drop_uniform_groups=false", lambda c: c.objective.drop_uniform_groups, False),
+        ("policy.model=arena:tiny", lambda c: c.policy.model, "arena:tiny"),
+        ("policy.model=models/a=b", lambda c: c.policy.model, "models/a=b"),
+        ('run.name="7"', lambda c: c.run.name, "7"),
+        ("run.sinks=[]", lambda c: c.run.sinks, ()),
+        ("learner.betas=[0.8, 0.9]", lambda c: c.learner.betas, (0.8, 0.9)),
+        ("rollout.engine.compile=true", lambda c: c.rollout.engine.compile, True),
+        ("run.directory=elsewhere/runs", lambda c: c.run.directory, Path("elsewhere/runs")),
+        (" run.steps = 5 ", lambda c: c.run.steps, 5),
+    ],
+)
+def test_override_is_read_as_toml_and_else_as_text(override: str, read, value: object):
+    found = read(load_config(overrides=[override]))
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_kind_of_data_chooses_its_settings():
+    config = load_config(overrides=["data.kind=jsonl", "data.path=a.jsonl", "data.reward=reward.py:score"])
+    assert config.data == JsonlData(path=Path("a.jsonl"), reward="reward.py:score")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.stepz=3"], r"^run\.stepz: unknown key; did you mean run\.steps\?$"),
+        (
+            ["rollout.engine.max_num_seq=3"],
+            r"^rollout\.engine\.max_num_seq: unknown key; did you mean rollout\.engine\.max_num_seqs\?$",
+        ),
+        (["quantum=3"], r"^quantum: unknown key$"),
+        (["run.steps=0"], r"^run\.steps: got 0; input should be greater than or equal to 1$"),
+        (["run.steps=many"], r"^run\.steps: got 'many'; input should be a valid integer"),
+        (["rollout.top_p=0.9"], r"^rollout\.top_p: got 0\.9; must be 1\.0 because"),
+        (["data.kind=jsonl", "data.reward=a.py:b"], r"^data\.path: is missing; must be set$"),
+        (["data.kind=arena", "data.seeed=1"], r"^data\.seeed: unknown key; did you mean data\.seed\?$"),
+        (["data.seed=1"], r"^data\.kind: is missing; must be one of arena, jsonl, datasets$"),
+        (["run=3"], r"^run: got 3; "),
+        (["run.steps=3", "run.steps.x=3"], r"^override: 'run\.steps\.x' goes through 'steps', which is a value$"),
+        (["run.steps"], r"^override: got 'run\.steps'; must be a\.b=value$"),
+        (["=3"], r"^override: got '=3'; must be a\.b=value$"),
+    ],
+)
+def test_error_names_the_key_as_the_user_writes_it(overrides: list[str], message: str):
+    with pytest.raises(ValueError, match=message):
+        load_config(overrides=overrides)
+
+
+def test_every_wrong_key_is_told_at_once():
+    with pytest.raises(ValueError, match=r"run\.steps: got -1.*\nrollout\.group_size: got 0"):
+        load_config(overrides=["run.steps=-1", "rollout.group_size=0"])
+
+
+def test_missing_file_and_broken_file_are_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"config: got .*nowhere\.toml; must be a TOML file"):
+        load_config(tmp_path / "nowhere.toml")
+    (tmp_path / "broken.toml").write_text("[run\n")
+    with pytest.raises(ValueError, match=r"config: .*broken\.toml is not TOML: .*line 1"):
+        load_config(tmp_path / "broken.toml")
+
+
+def test_config_cannot_change_during_a_run():
+    config = load_config()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.run.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_resolved_config_makes_the_same_config_again():
+    config = load_config(overrides=["run.steps=3", "data.kind=jsonl", "data.path=a.jsonl", "data.reward=a.py:b"])
+    assert type(config).model_validate_json(config.model_dump_json()) == config

@@ -1,0 +1,367 @@
+"""The learner on a tiny random policy against plain transformers."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from paceline.config import LearnerConfig, ObjectiveConfig
+from paceline.policy.batch import plan_passes
+from paceline.policy.learner import FsdpLearner
+from paceline.types import Sample
+
+VOCABULARY = 40
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("policy") / "tied", tied=True)
+
+
+def make_model(path: Path, *, tied: bool) -> Path:
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=tied,
+        max_position_embeddings=128,
+        initializer_range=0.3,  # the default gives an almost uniform policy, on which mistakes do not show
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+Make = Callable[..., FsdpLearner]
+
+
+@pytest.fixture
+def make(model_path: Path) -> Iterator[Make]:
+    """Makes learners, one alive at a time, since a process has one process group."""
+    alive: list[FsdpLearner] = []
+
+    def make_one(
+        *,
+        path: Path = model_path,
+        temperature: float = 1.0,
+        objective: ObjectiveConfig | None = None,
+        config: LearnerConfig | None = None,
+    ) -> FsdpLearner:
+        for learner in alive:
+            learner.close()
+        alive.append(FsdpLearner(path, config or LearnerConfig(), objective or ObjectiveConfig(), temperature=temperature, seed=3))
+        return alive[-1]
+
+    yield make_one
+    for learner in alive:
+        learner.close()
+
+
+def make_samples(num: int, seed: int = 0) -> list[Sample]:
+    """Samples of mixed lengths in no order, with behaviour log-probabilities somewhere near the policy's."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for _ in range(num):
+        num_prompt, num_response = int(random.integers(1, 9)), int(random.integers(1, 25))
+        samples.append(
+            Sample(
+                token_ids=random.integers(0, VOCABULARY, num_prompt + num_response).astype(np.int32),
+                num_prompt_tokens=num_prompt,
+                logp=random.uniform(-6, -1, num_response).astype(np.float32),
+                advantage=float(random.normal()),
+                policy_version=0,
+            )
+        )
+    return samples
+
+
+def on_policy(learner: FsdpLearner, samples: list[Sample]) -> list[Sample]:
+    """The samples with the learner's own log-probabilities as behaviour: every ratio is 1."""
+    return [
+        Sample(
+            token_ids=sample.token_ids,
+            num_prompt_tokens=sample.num_prompt_tokens,
+            logp=logp,
+            advantage=sample.advantage,
+            policy_version=0,
+        )
+        for sample, logp in zip(samples, learner.logp(samples).logp, strict=True)
+    ]
+
+
+def plain_logits(path: Path, sample: Sample, temperature: float) -> torch.Tensor:
+    """The readable twin: one sample, one forward pass, logits before each response token."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0]
+    return logits[sample.num_prompt_tokens - 1 : -1] / temperature
+
+
+def tensors(learner: FsdpLearner) -> dict[str, torch.Tensor]:
+    return dict(learner.weights(torch.float32))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logp_and_entropy_equal_plain_teacher_forcing(make: Make, model_path: Path, temperature: float) -> None:
+    """Padding, sorting, the head on response tokens only and the temperature must not show; nor may the caller's order be lost."""
+    samples = make_samples(9)
+    result = make(temperature=temperature, config=LearnerConfig(microbatch_tokens=70)).logp(samples)
+    for sample, logp, entropy in zip(samples, result.logp, result.entropy, strict=True):
+        distribution = torch.distributions.Categorical(logits=plain_logits(model_path, sample, temperature))
+        targets = torch.from_numpy(sample.token_ids[sample.num_prompt_tokens :].astype(np.int64))
+        np.testing.assert_allclose(logp, distribution.log_prob(targets), atol=1e-5)
+        np.testing.assert_allclose(entropy, distribution.entropy(), atol=1e-5)
+
+
+def test_chunks_over_a_large_vocabulary_change_neither_scores_nor_gradients(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = make_samples(6)
+    learner = make()
+    whole, metrics, weights = learner.logp(samples).logp, learner.update(samples), tensors(learner)
+    monkeypatch.setattr("paceline.policy.learner._CHUNK_ELEMENTS", 7 * VOCABULARY)
+    learner = make()
+    for one, other in zip(whole, learner.logp(samples).logp, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert learner.update(samples)["policy/grad_norm"] == pytest.approx(metrics["policy/grad_norm"], rel=1e-5)
+    assert_close(tensors(learner), weights)
+
+
+def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 1e-5) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], atol=atol, rtol=0)
+
+
+def test_taps_are_the_residual_stream_after_the_layer_before(make: Make, model_path: Path) -> None:
+    """Tap 3 of 3 layers must be before the final norm, which transformers' own list leaves out."""
+    samples = make_samples(4)
+    states = make().logp(samples, taps=(1, 2, 3)).states
+    assert sorted(states) == [0, 1, 2, 3]
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    for i, sample in enumerate(samples):
+        with torch.no_grad():
+            output = model(torch.from_numpy(sample.token_ids.astype(np.int64))[None], output_hidden_states=True)
+        np.testing.assert_allclose(states[i].taps[:, 0], output.hidden_states[1][0], atol=1e-4)
+        np.testing.assert_allclose(states[i].taps[:, 1], output.hidden_states[2][0], atol=1e-4)
+        np.testing.assert_allclose(states[i].last, output.hidden_states[3][0], atol=1e-4)
+        with torch.no_grad():
+            normed = model.model.norm(torch.from_numpy(states[i].taps[:, 2]))
+        np.testing.assert_allclose(normed, states[i].last, atol=1e-4)
+
+
+@pytest.mark.parametrize("tap", [0, 4])
+def test_a_tap_outside_the_policy_is_refused(make: Make, tap: int) -> None:
+    with pytest.raises(ValueError, match="taps: got"):
+        make().logp(make_samples(1), taps=(tap,))
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_microbatches_have_the_gradient_of_one_batch(make: Make, loss: str) -> None:
+    """Averaging over micro-batches instead of over the minibatch would weigh the samples of small ones more."""
+    samples = make_samples(10)
+    objective = ObjectiveConfig(loss=loss)  # pyright: ignore[reportArgumentType]
+    gradients = []
+    for budget in (1, 60, 100_000):
+        learner = make(objective=objective, config=LearnerConfig(microbatch_tokens=budget))
+        learner._accumulate(samples)
+        gradients.append({name: p.grad.full_tensor() for name, p in learner._scorer.named_parameters()})  # pyright: ignore
+    for other in gradients[1:]:
+        assert_close(gradients[0], other)
+    assert max(tensor.abs().max() for tensor in gradients[0].values()) > 1e-2, "the comparison saw no gradient"
+
+
+def test_the_gradient_is_that_of_the_written_objective(make: Make, model_path: Path) -> None:
+    """The readable twin differentiates -sum(min(...)) / tokens through plain transformers."""
+    samples = make_samples(5)
+    learner = make(objective=ObjectiveConfig(clip_high=0.28), temperature=0.8)
+    learner._accumulate(samples)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    total = torch.zeros(())
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        logp = (model(ids[None]).logits[0, sample.num_prompt_tokens - 1 : -1] / 0.8).log_softmax(-1)
+        ratio = (logp.gather(1, ids[sample.num_prompt_tokens :, None])[:, 0] - torch.from_numpy(sample.logp)).exp()
+        total = total - torch.minimum(ratio * sample.advantage, ratio.clamp(0.8, 1.28) * sample.advantage).sum()
+    (total / sum(sample.num_response_tokens for sample in samples)).backward()
+    expected = {f"policy.{name}": p.grad for name, p in model.named_parameters()}
+    actual = {name: p.grad.full_tensor() for name, p in learner._scorer.named_parameters()}  # pyright: ignore
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_an_update_raises_good_tokens_and_lowers_bad_ones(make: Make) -> None:
+    learner = make(config=LearnerConfig(learning_rate=1e-3))
+    samples = on_policy(learner, make_samples(6))
+    metrics = learner.update(samples)
+    gain = [float((after - sample.logp).sum()) for sample, after in zip(samples, learner.logp(samples).logp, strict=True)]
+    assert sum(sample.advantage * change for sample, change in zip(samples, gain, strict=True)) > 0.1
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["policy/k3"] == pytest.approx(0.0, abs=1e-5)
+    assert metrics["policy/clip_share"] == 0
+    assert metrics["policy/skipped_steps"] == 0
+    weighted = sum(sample.advantage * sample.num_response_tokens for sample in samples)
+    assert metrics["policy/loss"] == pytest.approx(-weighted / metrics["policy/num_tokens"], rel=1e-4)
+
+
+def test_scores_taken_before_an_update_do_not_freeze_the_policy(make: Make) -> None:
+    """FSDP2 keeps parameters gathered after a forward pass without backward: a later pass must not read such a stale copy."""
+    samples = make_samples(4)
+    learner = make(config=LearnerConfig(learning_rate=1e-2))
+    learner.update(samples)
+    expected = learner.logp(samples).logp
+    learner = make(config=LearnerConfig(learning_rate=1e-2))
+    learner.logp(samples)
+    learner.update(samples)
+    for one, other in zip(expected, learner.logp(samples).logp, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_runs_from_one_seed_agree_bit_for_bit(make: Make, dtype: str) -> None:
+    config = LearnerConfig(dtype=dtype, minibatches=3, microbatch_tokens=60, learning_rate=1e-3)  # pyright: ignore[reportArgumentType]
+    runs = []
+    for _ in range(2):
+        learner = make(config=config)
+        for step in range(2):
+            learner.update(make_samples(10, seed=step))
+        runs.append(tensors(learner))
+    for name, tensor in runs[0].items():
+        assert torch.equal(tensor, runs[1][name]), name
+
+
+def test_bfloat16_computes_roughly_and_keeps_float32_masters(make: Make) -> None:
+    samples = make_samples(5)
+    exact = make().logp(samples).logp
+    learner = make(config=LearnerConfig(dtype="bfloat16"))
+    before = tensors(learner)
+    error = np.concatenate([np.abs(a - b) for a, b in zip(exact, learner.logp(samples).logp, strict=True)])
+    assert 1e-4 < error.max() < 0.5
+    learner.update(samples)
+    name = "model.layers.0.mlp.up_proj.weight"
+    after = tensors(learner)[name]
+    assert not torch.equal(after, before[name])
+    assert not torch.equal(after, after.bfloat16().float()), "a step of 1e-4 is lost in bfloat16 masters"
+
+
+def test_warmup_clipping_and_minibatches_are_applied(make: Make) -> None:
+    learner = make(config=LearnerConfig(learning_rate=1e-3, warmup_steps=4, minibatches=2))
+    metrics = [learner.update(make_samples(8)) for _ in range(3)]
+    assert [m["policy/learning_rate"] for m in metrics] == pytest.approx([5e-4, 1e-3, 1e-3])
+    assert [m["policy/optimizer_steps"] for m in metrics] == [2, 2, 2]
+    learner = make(config=LearnerConfig(max_grad_norm=1e-3))
+    learner._accumulate(make_samples(8))
+    unclipped = {name: p.grad.full_tensor().clone() for name, p in learner._scorer.named_parameters()}  # pyright: ignore
+    norm = torch.stack([tensor.norm() for tensor in unclipped.values()]).norm().item()
+    assert norm > 1e-2
+    assert learner._step() == pytest.approx(norm, rel=1e-4)
+
+
+def test_a_step_without_a_finite_gradient_is_skipped_and_counted(make: Make) -> None:
+    samples = make_samples(3)
+    poison = Sample(
+        token_ids=samples[0].token_ids,
+        num_prompt_tokens=samples[0].num_prompt_tokens,
+        logp=samples[0].logp,
+        advantage=float("nan"),
+        policy_version=0,
+    )
+    learner = make()
+    before = tensors(learner)
+    assert learner.update([*samples, poison])["policy/skipped_steps"] == 1
+    assert_close(before, tensors(learner), atol=0)
+    assert learner.update(samples)["policy/skipped_steps"] == 0, "the poisoned gradient must be gone"
+
+
+def test_no_samples_is_no_step(make: Make) -> None:
+    """A batch in which every group was uniform and dropped."""
+    learner = make()
+    before = tensors(learner)
+    metrics = learner.update([])
+    assert metrics["policy/optimizer_steps"] == 0
+    assert not any(np.isnan(value) for value in metrics.values())
+    assert learner.logp([]).logp == ()
+    assert_close(before, tensors(learner), atol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_carry_the_names_of_the_checkpoint_and_are_copies(make: Make, tmp_path: Path, tied: bool) -> None:
+    """A tied output head sent twice, or a master weight sent by reference, would corrupt an engine silently."""
+    path = make_model(tmp_path / "policy", tied=tied)
+    stored = load_file(path / "model.safetensors")
+    assert ("lm_head.weight" in stored) is not tied
+    learner = make(path=path)
+    sent = tensors(learner)
+    assert_close(sent, stored, atol=0)
+    half = dict(learner.weights(torch.bfloat16))
+    specs = learner.weight_metadata(torch.bfloat16)
+    assert [(s.name, s.dtype, s.shape) for s in specs] == [(n, t.dtype, tuple(t.shape)) for n, t in half.items()]
+    learner.update(make_samples(3))
+    assert_close(sent, stored, atol=0)
+
+
+def test_save_round_trip_with_checksums(make: Make, tmp_path: Path) -> None:
+    learner = make(config=LearnerConfig(learning_rate=1e-2))
+    samples = make_samples(4)
+    learner.update(samples)
+    saved = tmp_path / "saved"
+    learner.save(saved)
+    expected, scores = tensors(learner), learner.logp(samples).logp
+    checksums = json.loads((saved / "checksums.json").read_text())
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= checksums.keys()
+    for name, digest in checksums.items():
+        assert hashlib.sha256((saved / name).read_bytes()).hexdigest() == digest
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"], "nothing half-written stays behind"
+    again = make(path=saved)
+    assert_close(tensors(again), expected, atol=0)
+    for one, other in zip(scores, again.logp(samples).logp, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="exists"):
+        again.save(saved)
+
+
+def test_samples_that_cannot_be_scored_are_refused(make: Make) -> None:
+    good = make_samples(1)[0]
+    learner = make()
+    for num_prompt, logp in ((0, np.zeros(len(good.token_ids), np.float32)), (good.num_prompt_tokens, good.logp[1:])):
+        sample = Sample(token_ids=good.token_ids, num_prompt_tokens=num_prompt, logp=logp, advantage=0.0, policy_version=0)
+        with pytest.raises(ValueError, match=r"samples\[0\]"):
+            learner.update([sample])
+
+
+def test_a_policy_whose_logits_are_more_than_its_head_is_refused(make: Make, tmp_path: Path) -> None:
+    """Soft-capped logits would be scored without the cap, and every ratio would be wrong."""
+    config = Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        final_logit_softcapping=0.5,
+        initializer_range=0.3,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "capped")
+    with pytest.raises(ValueError, match="output head"):
+        make(path=tmp_path / "capped")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_sample_is_in_one_pass_and_ranks_run_equally_many(world_size: int) -> None:
+    lengths = [7, 3, 30, 5, 5, 12, 1]
+    plan = plan_passes(lengths, budget=15, world_size=world_size)
+    assert len({len(passes) for passes in plan}) == 1, "a rank with fewer passes would leave the others waiting"
+    assert sorted(i for passes in plan for indices in passes for i in indices) == list(range(len(lengths)))
+    for passes in plan:
+        for indices in passes:
+            assert len(indices) <= 1 or len(indices) * max(lengths[i] for i in indices) <= 15

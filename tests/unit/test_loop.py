@@ -1,0 +1,202 @@
+"""The loop over simulated ends: nothing is lost, the lag is kept, pushes that fail have consequences."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.config import Config, load_config
+from paceline.evidence.simulate import (
+    SimulatedEngine,
+    SimulatedLearner,
+    SimulatedSender,
+    long_tailed_lengths,
+    run_virtual,
+    score_by_parity,
+    simulated_prompts,
+)
+from paceline.metrics import JsonlSink, Recorder, read_metrics
+from paceline.run.fleet import Fleet, Sampling
+from paceline.run.loop import Parts, train
+from paceline.types import Group, PacelineError, Receipt, Sample
+
+SMALL = ["run.steps=3", "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.engine.max_num_seqs=4", "eval.every=0"]
+
+
+class CountingLearner(SimulatedLearner):
+    """Remembers what it was trained on."""
+
+    batches: list[list[Sample]]
+
+    def __init__(self, seconds_per_token: float = 0.0) -> None:
+        super().__init__(seconds_per_token=seconds_per_token)
+        object.__setattr__(self, "batches", [])
+
+    async def update(self, samples: Sequence[Sample]):
+        self.batches.append(list(samples))
+        return await super().update(samples)
+
+
+def simulate(tmp_path, config: Config, *, num_engines=2, lose_at_s=None, sender=None, learner=None, score=score_by_parity):
+    """One run; returns its records by kind and the learner."""
+    path = tmp_path / "metrics.jsonl"
+    recorder = Recorder(JsonlSink(path))
+    learner = learner or CountingLearner()
+
+    async def work():
+        engines = [
+            SimulatedEngine(
+                name=f"engine-{i}",
+                length_of=long_tailed_lengths(config.run.seed),
+                max_num_seqs=config.rollout.engine.max_num_seqs,
+                seconds_per_token=0.01,
+                lose_at_s=lose_at_s if i == 0 else None,
+            )
+            for i in range(num_engines)
+        ]
+        wire = (sender or SimulatedSender)(engines=engines)
+        parts = Parts(
+            engines=engines, learner=learner, sender=wire, prompts=simulated_prompts(), heldout=list_of_prompts(6), score=score
+        )
+        await train(parts, config, recorder)
+
+    run_virtual(work)
+    recorder.close()
+    return read_metrics(path), learner
+
+
+def list_of_prompts(number: int):
+    prompts = simulated_prompts()
+    return [next(prompts) for _ in range(number)]
+
+
+def test_every_rollout_is_trained_on_once(tmp_path):
+    records, learner = simulate(tmp_path, load_config(None, SMALL))
+    assert [len(batch) for batch in learner.batches] == [32, 32, 32]
+    assert [len(record["length"]) for record in records["rollouts"]] == [32, 32, 32]
+    assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3]
+
+
+def test_engine_that_dies_in_mid_rollout_costs_no_rollout(tmp_path):
+    records, learner = simulate(tmp_path, load_config(None, SMALL), lose_at_s=0.9)
+    assert [len(batch) for batch in learner.batches] == [32, 32, 32]
+    (lost,) = [event for event in records["event"] if event["what"] == "engine_lost"]
+    assert lost["engine"] == "engine-0" and lost["redispatched"] > 0
+    assert records["step"][-1]["metrics"]["fleet/engines"] == 1
+    assert set(records["rollouts"][-1]["engines"]) == {"engine-1"}
+
+
+def test_loss_of_every_engine_ends_the_run_instead_of_waiting_for_ever(tmp_path):
+    with pytest.raises(PacelineError, match="every engine is lost"):
+        simulate(tmp_path, load_config(None, SMALL), num_engines=1, lose_at_s=0.9)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_rollouts_are_never_older_than_the_lag(tmp_path, lag):
+    config = load_config(None, [*SMALL, "run.steps=8", f"run.lag={lag}"])
+    _, learner = simulate(tmp_path, config, learner=CountingLearner(seconds_per_token=0.001))
+    assert len(learner.batches) == 8
+    ages = [step - 1 - sample.policy_version for step, batch in enumerate(learner.batches, start=1) for sample in batch]
+    assert max(ages) == lag
+
+
+def test_a_lag_hides_the_learner_behind_generation(tmp_path):
+    times = {}
+    for lag in (0, 1):
+        config = load_config(None, [*SMALL, "run.steps=8", f"run.lag={lag}"])
+        records, _ = simulate(tmp_path / str(lag), config, learner=CountingLearner(seconds_per_token=0.001))
+        times[lag] = records["step"][-1]["time_s"]
+    assert times[1] < 0.8 * times[0]
+
+
+class RefusingSender(SimulatedSender):
+    """Refuses version 1 on engine-0: once, or for ever."""
+
+    tries = 0
+    refusals = 1
+
+    async def send(self, version: int):
+        receipts = list(await super().send(version))
+        if version == 1 and self.tries < self.refusals:
+            self.tries += 1
+            receipts[0] = Receipt(engine="engine-0", version=1, num_tensors=1, num_bytes=1, seconds=0.0, error="w: NaN")
+        return receipts
+
+
+class StubbornSender(RefusingSender):
+    refusals = 99
+
+
+def test_push_that_was_refused_is_tried_again(tmp_path):
+    records, _ = simulate(tmp_path, load_config(None, SMALL), sender=RefusingSender)
+    assert [event["why"] for event in records["event"]] == ["w: NaN"]
+    assert records["step"][-1]["metrics"]["fleet/engines"] == 2
+
+
+def test_engine_that_refuses_twice_is_not_used_with_an_old_policy(tmp_path):
+    records, learner = simulate(tmp_path, load_config(None, SMALL), sender=StubbornSender)
+    assert [event["what"] for event in records["event"]] == ["push_failed", "push_failed", "engine_lost"]
+    assert len(learner.batches) == 3
+    assert set(records["rollouts"][-1]["engines"]) == {"engine-1"}
+
+
+def test_batch_without_gradient_is_skipped_not_trained_on(tmp_path):
+    async def all_equal(groups: Sequence[Group]):
+        return [[1.0] * len(group.rollouts) for group in groups]
+
+    records, learner = simulate(tmp_path, load_config(None, SMALL), score=all_equal)
+    assert learner.batches == []
+    assert [event["what"] for event in records["event"]] == ["update_skipped"] * 3
+
+
+def test_evaluation_does_not_mix_with_training_rollouts(tmp_path):
+    config = load_config(None, [*SMALL, "run.lag=1", "eval.every=2", "eval.num_prompts=6", "eval.samples_per_prompt=2"])
+    records, learner = simulate(tmp_path, config)
+    assert [record["step"] for record in records["eval"]] == [0, 2, 3]
+    assert all(record["metrics"]["eval/accuracy"] == 0.5 for record in records["eval"])
+    assert [len(batch) for batch in learner.batches] == [32, 32, 32]
+
+
+def test_an_unforeseen_error_of_an_engine_reaches_the_one_who_waits():
+    class Broken(SimulatedEngine):
+        async def collect(self):
+            raise RuntimeError("unforeseen")
+
+    async def work():
+        engine = Broken(name="engine-0", length_of=lambda r: 1, max_num_seqs=1, seconds_per_token=0.01)
+        async with Fleet([engine], slots=1, on_lost=lambda *_: None) as fleet:
+            await fleet.open(list_of_prompts(1), Sampling(group_size=1, temperature=1.0, max_tokens=4)).wait()
+
+    with pytest.raises(RuntimeError, match="unforeseen"):
+        run_virtual(work)
+
+
+def test_least_loaded_engine_gets_the_next_rollout():
+    async def work():
+        counts = {}
+        engines = [SimulatedEngine(name=f"e{i}", length_of=lambda r: 5, max_num_seqs=8, seconds_per_token=0.01) for i in range(3)]
+        async with Fleet(engines, slots=8, on_lost=lambda *_: None) as fleet:
+            groups = await fleet.open(list_of_prompts(6), Sampling(group_size=2, temperature=1.0, max_tokens=9)).wait()
+        for group in groups:
+            for rollout in group.rollouts:
+                counts[rollout.engine] = counts.get(rollout.engine, 0) + 1
+        return counts
+
+    counts, seconds = run_virtual(work)
+    assert counts == {"e0": 4, "e1": 4, "e2": 4}
+    assert seconds == pytest.approx(0.05)
+
+
+def test_virtual_clock_reports_a_deadlock_instead_of_hanging():
+    async def work():
+        await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="never happen"):
+        run_virtual(work)
+
+
+def test_metrics_file_is_one_json_object_a_line(tmp_path):
+    simulate(tmp_path, load_config(None, SMALL))
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("step") == 3
