@@ -144,7 +144,7 @@ async def pause_in_the_middle(engine: VllmEngine, wanted: Sequence[RolloutReques
     """Submit, wait for the first tokens, pause; returns the number of tokens so far."""
     before = (await engine.metrics())["engine/generated_tokens"]
     await engine.submit(wanted)
-    while (await engine.metrics())["engine/generated_tokens"] - before < 4 * len(wanted):
+    while (await engine.metrics())["engine/generated_tokens"] - before < len(wanted):
         await asyncio.sleep(0)
     await engine.pause()
     return (await engine.metrics())["engine/generated_tokens"]
@@ -152,7 +152,7 @@ async def pause_in_the_middle(engine: VllmEngine, wanted: Sequence[RolloutReques
 
 def test_paused_engine_stands_still_and_goes_on(runner: asyncio.Runner, engine: VllmEngine) -> None:
     """Weights written while the engine steps would be sampled from half-written."""
-    wanted = requests(groups=1, size=4, max_tokens=200)
+    wanted = requests(groups=2, size=8, max_tokens=200)
 
     async def scenario() -> tuple[float, float, dict[tuple[int, int], Rollout]]:
         paused_at = await pause_in_the_middle(engine, wanted)
@@ -170,7 +170,7 @@ def test_paused_engine_stands_still_and_goes_on(runner: asyncio.Runner, engine: 
 
 def test_rollout_across_a_sync_knows_both_versions(runner: asyncio.Runner, engine: VllmEngine, policy_path: Path) -> None:
     """New weights drop every cached prefix, also those that requests in flight hold; the requests must survive that."""
-    wanted = requests(groups=1, size=4, max_tokens=200)
+    wanted = requests(groups=2, size=8, max_tokens=200)
 
     async def scenario() -> tuple[dict[tuple[int, int], Rollout], dict[tuple[int, int], Rollout]]:
         await pause_in_the_middle(engine, wanted)

@@ -37,7 +37,7 @@ class Schedule:
     num_steps: int
     tokens_per_step: int
     matrix_lr: float
-    """Of Muon, for the matrices of the layers. Muon needs about half the tokens that AdamW does here."""
+    """Of Muon, for the matrices of the layers."""
     other_lr: float
     """Of AdamW, for embeddings, output head and norms."""
     warmup_steps: int = 20
@@ -130,7 +130,7 @@ def _accumulate_gradients(policy: Qwen3ForCausalLM, batch: Sequence[Example], pa
 
 
 def _passes(batch: Sequence[Example], pass_tokens: int) -> Iterator[list[Example]]:
-    """Examples of like length together: padding the heavy tail's batch to its longest would triple the work."""
+    """Examples of like length together: beside the longest of a heavy tail the rest would be mostly padding."""
     current: list[Example] = []
     for example in sorted(batch, key=lambda example: len(example.token_ids)):
         if current and (len(current) + 1) * len(example.token_ids) > pass_tokens:

@@ -44,6 +44,7 @@ class _Pass:
 def run(
     *,
     progress: Callable[[str], None],
+    cache_root: Path,
     model: str = "arena:small",
     prompts: int = 16,
     group_size: int = 8,
@@ -52,7 +53,7 @@ def run(
     seed: int = 0,
 ) -> Result:
     """Time both arms `repetitions` times, after one pass each that is not counted."""
-    path = resolve(model, progress=progress)
+    path = resolve(model, cache_root=cache_root, progress=progress)
     config = EngineConfig(max_model_len=768, kv_cache_gb=0.5)
     before = CpuTimes.now()
     batches = _batches(path, num=repetitions + 1, prompts=prompts, group_size=group_size, max_tokens=max_tokens, seed=seed)

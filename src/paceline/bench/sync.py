@@ -49,10 +49,16 @@ class _Update:
 
 
 def run(
-    *, progress: Callable[[str], None], model: str = "arena:large", updates: int = 20, num_engines: int = 2, seed: int = 0
+    *,
+    progress: Callable[[str], None],
+    cache_root: Path,
+    model: str = "arena:large",
+    updates: int = 20,
+    num_engines: int = 2,
+    seed: int = 0,
 ) -> Result:
     """Push `updates` versions of a policy and then five bad ones into every engine."""
-    path = resolve(model, progress=progress)
+    path = resolve(model, cache_root=cache_root, progress=progress)
     config = EngineConfig(max_model_len=64, max_num_seqs=2, kv_cache_gb=0.25, call_deadline_s=300)
     before = CpuTimes.now()
     done, refused = asyncio.run(_measure(path, config, progress, updates, num_engines, seed))

@@ -263,3 +263,21 @@ class GpuSender:
         """Send once to all engines; the fingerprints are to be compared with every engine's `applied_fingerprints`."""
         self._engine.send_weights()
         return self._source.fingerprints
+
+
+def nccl_wire(
+    *,
+    rank: int,
+    address: str,
+    port: int,
+    num_workers: int,
+    client: VLLMWeightSyncClient,
+    weights: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+    specs: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+) -> GpuSender:
+    """vLLM's NCCL transport between one learner and all workers of all engines. Not run on a GPU yet."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    metadata = [ParamMeta(*spec) for spec in specs]
+    init_info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=1 + num_workers, rank=rank)
+    return GpuSender(init_info, client=client, metadata=lambda: metadata, weights=weights)

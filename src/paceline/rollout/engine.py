@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CLOSE_DEADLINE_S = 10.0
-# Two engines started at once in one process would each take the other's child for its own.
+# vLLM reads the environment while it starts an engine, and a second engine in the same process may want another one.
 _START_LOCK = threading.Lock()
 
 
@@ -79,11 +79,10 @@ class VllmEngine:
         """Start vLLM's processes and wait until they can generate. `cpus` pins the workers' threads; None leaves them free."""
         path = Path(model_path)
         stop_token_ids = end_tokens(path)
-        set_environment(config, cpus)
         counters = _Counters()
         strangers = {child.pid for child in multiprocessing.active_children()}
         try:
-            llm = await asyncio.wait_for(asyncio.to_thread(_build, path, config, seed, counters), config.start_deadline_s)
+            llm = await asyncio.wait_for(asyncio.to_thread(_build, path, config, seed, cpus, counters), config.start_deadline_s)
         except TimeoutError:
             _kill(_descendants(strangers))
             raise EngineLostError(name, f"did not start within {config.start_deadline_s:.0f} s") from None
@@ -308,15 +307,16 @@ def _rollout(engine: str, request: RolloutRequest, output: RequestOutput, starte
     )
 
 
-def _build(model_path: Path, config: EngineConfig, seed: int, counters: _Counters) -> AsyncLLM:
+def _build(path: Path, config: EngineConfig, seed: int, cpus: Sequence[int] | None, counters: _Counters) -> AsyncLLM:
     """Blocks until EngineCore is ready; runs in a thread, so that the deadline can be kept."""
-    import vllm
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    compat.check_version(vllm.__version__)
-    compat.refuse_unsound_speculation(None)
     with _START_LOCK:
-        return AsyncLLM.from_engine_args(engine_args(model_path, config, seed), stat_loggers=[cast("Any", lambda *_: counters)])
+        set_environment(config, cpus)
+        import vllm
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        compat.check_version(vllm.__version__)
+        compat.refuse_unsound_speculation(None)
+        return AsyncLLM.from_engine_args(engine_args(path, config, seed), stat_loggers=[cast("Any", lambda *_: counters)])
 
 
 def engine_args(model_path: Path, config: EngineConfig, seed: int) -> AsyncEngineArgs:
@@ -406,8 +406,14 @@ def end_tokens(model_path: Path) -> list[int]:
 
 def _descendants(strangers: Collection[int | None]) -> list[psutil.Process]:
     """Children of this process that are not among `strangers`, with their own children."""
-    children = [psutil.Process(child.pid) for child in multiprocessing.active_children() if child.pid not in strangers]
-    return [process for child in children for process in (*child.children(recursive=True), child)]
+    found: list[psutil.Process] = []
+    for child in multiprocessing.active_children():
+        if child.pid in strangers:
+            continue
+        with suppress(psutil.NoSuchProcess):  # it may end while we look
+            process = psutil.Process(child.pid)
+            found += [*process.children(recursive=True), process]
+    return found
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:

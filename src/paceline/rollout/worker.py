@@ -53,6 +53,7 @@ def _die_with_owner() -> None:
     """Kill EngineCore and this worker as soon as EngineCore has another parent than it had: its owner is gone.
 
     Not PR_SET_PDEATHSIG: that fires when the *thread* that started the process ends, and owners start engines from threads.
+    One gap is left: an owner killed in the seconds before this module is imported leaves an EngineCore that nobody watches.
     """
     core = psutil.Process(_engine_core_pid())
     owner = core.ppid()

@@ -2,7 +2,8 @@
 
     driver (loop.py) ── RemoteEngine ──▶ EngineActor x num_engines ── VllmEngine ── vLLM's own processes
                      ── RemoteLearner ─▶ LearnerActor x world_size ── FsdpLearner
-                     ── RemoteSender ──▶ LearnerActor.stage ──push──▶ EngineActor.receive
+                     ── RemoteSender ──▶ LearnerActor.stage ──push──▶ EngineActor.receive       on the CPU
+                     ── NcclSender ────▶ LearnerActor.broadcast ═══▶ EngineActor.transfer       on GPUs, not yet run on one
 
 Every call to an actor has a deadline, because Ray calls a stopped process alive. Actors die with the driver, vLLM's processes die
 with their actor, and a Ray that was started here dies with the driver too, so that neither Ctrl-C nor a crash leaves anything.
@@ -11,8 +12,10 @@ with their actor, and a Ray that was started here dies with the driver too, so t
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -26,8 +29,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.config import Config, EngineConfig, LearnerConfig, ObjectiveConfig
 from paceline.policy.learner import FsdpLearner
-from paceline.rollout.transfer import Push, ShmSender
-from paceline.types import EngineLostError, Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample
+from paceline.rollout.transfer import Push, ShmSender, mismatched, take_part
+from paceline.types import EngineLostError, Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample, Sender
 
 T = TypeVar("T")
 
@@ -61,6 +64,15 @@ class EngineActor:
 
     async def receive(self, push: Push) -> Receipt:
         return await self._engine.receive(push)
+
+    async def transfer(self, method: str, *args: Any) -> list[Any]:
+        """One call of vLLM's weight-transfer lifecycle on every worker."""
+        return await self._engine.rpc(method, *args)
+
+    async def adopt(self, version: int) -> None:
+        """Go on with weights that vLLM's own backend has brought."""
+        await self._engine.on_new_weights(version)
+        await self._engine.resume()
 
     async def call(self, method: str) -> Mapping[str, float] | None:
         """pause, resume, sleep, wake, metrics, close."""
@@ -109,7 +121,7 @@ class LearnerActor:
             num_threads=num_threads,
         )
         self._wire_dtype = wire_dtype
-        self._sender = ShmSender() if self._rank == 0 else None
+        self._sender = ShmSender() if self._rank == 0 and not torch.cuda.is_available() else None
 
     def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
         return self._learner.logp(samples).logp
@@ -122,9 +134,27 @@ class LearnerActor:
         weights = self._learner.weights(self._wire_dtype)
         if self._sender is not None:
             return self._sender.stage(version, weights)
-        for _ in weights:
-            pass
+        take_part(weights)
         return None
+
+    def open_nccl(self, engines: Sequence[Any], workers_per_engine: int, meeting_place: str) -> None:
+        """Join the engines' workers in one NCCL group with rank 0 as the sender. Not yet run on a GPU."""
+        from paceline.rollout.backends import GpuSender, nccl_wire
+
+        address, port = meeting_place.removeprefix("tcp://").rsplit(":", 1)
+        self._nccl: GpuSender = nccl_wire(
+            rank=self._rank,
+            address=address,
+            port=int(port),
+            num_workers=len(engines) * workers_per_engine,
+            client=_EngineClient(engines, workers_per_engine),
+            weights=lambda: self._learner.weights(self._wire_dtype),
+            specs=[(spec.name, spec.dtype, spec.shape) for spec in self._learner.weight_metadata(self._wire_dtype)],
+        )
+
+    def broadcast(self) -> Mapping[str, str]:
+        """Send the policy to every worker at once; returns the fingerprints of what was sent."""
+        return self._nccl.send()
 
     def save(self, path: str) -> None:
         self._learner.save(path)
@@ -160,6 +190,14 @@ class RemoteEngine:
     async def receive(self, push: Push) -> Receipt:
         """Like all of types.Engine it raises when the engine is gone; a push that was refused is in the receipt."""
         return await self._answer("receive", self.actor.receive.remote(push), 5 * self._config.call_deadline_s)
+
+    async def held_fingerprints(self) -> list[Mapping[str, str]]:
+        """Of the policy, by worker."""
+        reports = await self._answer("applied_fingerprints", self.actor.transfer.remote("applied_fingerprints"))
+        return [report["policy"]["fingerprints"] for report in reports]
+
+    async def adopt(self, version: int) -> None:
+        await self._answer("adopt", self.actor.adopt.remote(version))
 
     async def pause(self) -> None:
         await self._answer("pause", self.actor.call.remote("pause"))
@@ -226,6 +264,13 @@ class RemoteLearner:
     async def stage(self, version: int) -> Push:
         return await self._all("stage", version)
 
+    async def open_nccl(self, engines: Sequence[RemoteEngine], workers_per_engine: int) -> None:
+        meeting_place = await _plain(self.actors[0].meeting_place.remote())
+        await self._all("open_nccl", [engine.actor for engine in engines], workers_per_engine, meeting_place)
+
+    async def broadcast(self) -> Mapping[str, str]:
+        return await self._all("broadcast")
+
     async def save(self, path: str) -> None:
         await self._all("save", path)
 
@@ -273,10 +318,61 @@ class RemoteSender:
             )
 
 
+class _EngineClient:
+    """vLLM's VLLMWeightSyncClient over EngineActors; lives in the learner's rank 0. Not yet run on a GPU."""
+
+    def __init__(self, actors: Sequence[Any], workers_per_engine: int) -> None:
+        self._actors = actors
+        self._workers_per_engine = workers_per_engine
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """vLLM's sender counts the workers of one engine; here every engine's workers need ranks of their own."""
+        offsets = [init_info["rank_offset"] + index * self._workers_per_engine for index in range(len(self._actors))]
+        infos = [{**init_info, "rank_offset": offset} for offset in offsets]
+        ray.get([a.transfer.remote("init_weight_transfer_engine", info) for a, info in zip(self._actors, infos, strict=True)])
+
+    def start_weight_update(self) -> None:
+        ray.get([actor.call.remote("pause") for actor in self._actors])
+        ray.get([actor.transfer.remote("start_weight_update") for actor in self._actors])
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        ray.get([actor.transfer.remote("update_weights", update_info) for actor in self._actors])
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        ray.get([actor.transfer.remote("finish_weight_update") for actor in self._actors])
+
+
+class NcclSender:
+    """types.Sender over vLLM's NCCL backend. Not yet run on a GPU.
+
+    One broadcast reaches all engines, so an engine that dies in it takes the group along: the learner's deadline ends the run.
+    """
+
+    def __init__(self, learner: RemoteLearner, engines: Sequence[RemoteEngine]) -> None:
+        self._learner = learner
+        self._engines = engines
+
+    async def send(self, version: int) -> Sequence[Receipt]:
+        began_s = time.monotonic()
+        sent = await self._learner.broadcast()
+        return await asyncio.gather(*(self._confirm(engine, version, sent, began_s) for engine in self._engines))
+
+    async def _confirm(self, engine: RemoteEngine, version: int, sent: Mapping[str, str], began_s: float) -> Receipt:
+        held = await engine.held_fingerprints()
+        names = tuple(sorted({name for fingerprints in held for name in mismatched(sent, fingerprints)}))
+        if not names:
+            await engine.adopt(version)
+        error = f"{names[0]}: held with another fingerprint than the sender's" if names else None
+        seconds = time.monotonic() - began_s
+        return Receipt(
+            engine=engine.name, version=version, num_tensors=len(sent), num_bytes=0, seconds=seconds, mismatched=names, error=error
+        )
+
+
 class Cluster:
     """The actors of one run."""
 
-    def __init__(self, engines: Sequence[RemoteEngine], learner: RemoteLearner, sender: RemoteSender) -> None:
+    def __init__(self, engines: Sequence[RemoteEngine], learner: RemoteLearner, sender: Sender) -> None:
         self.engines = engines
         self.learner = learner
         self.sender = sender
@@ -298,7 +394,9 @@ async def start_cluster(config: Config, model_path: Path):
         wire_dtype = getattr(torch, config.rollout.engine.dtype)
         threads = None if gpu else max(1, len(cores) // config.learner.world_size)
         await asyncio.gather(*starting, learner.start(str(model_path), config, wire_dtype, threads))
-        yield Cluster(engines, learner, RemoteSender(learner, engines))
+        if gpu:
+            await learner.open_nccl(engines, config.rollout.engine.tensor_parallel_size)
+        yield Cluster(engines, learner, (NcclSender if gpu else RemoteSender)(learner, engines))
     finally:
         await asyncio.gather(*(part.close() for part in (*engines, learner)), return_exceptions=True)
         remove_placement_group(group)
@@ -308,7 +406,7 @@ async def start_cluster(config: Config, model_path: Path):
 def _start_ray(config: Config) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if config.cluster.address is not None:
-        ray.init(address=config.cluster.address, log_to_driver=False)
+        ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         return
     # A laptop has fewer cores than a run has processes. Engines and learner take turns, so promising more does no harm.
     wanted = config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size
@@ -317,7 +415,9 @@ def _start_ray(config: Config) -> None:
         num_cpus=max(wanted, len(os.sched_getaffinity(0))),
         include_dashboard=False,
         log_to_driver=False,
+        logging_level=logging.ERROR,
         object_store_memory=512 * 2**20,
+        _system_config={"worker_niceness": 0},  # Ray's 15 would leave an engine what the desktop does not want
     )
 
 
