@@ -10,37 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import EngineConfig
-
-END_TOKEN = 1
-VOCABULARY = 96
-
-
-def make_policy(path: Path, *, hidden_size: int = 64, seed: int = 0) -> Path:
-    """Write a random Qwen3 checkpoint in float32."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.3,  # uneven enough that a wrong temperature shows in the log-probabilities
-        eos_token_id=END_TOKEN,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config).float()
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = END_TOKEN
-    model.save_pretrained(path)
-    return path
+from random_policy import make_policy
 
 
 @pytest.fixture(scope="session")

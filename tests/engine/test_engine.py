@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from paceline.config import EngineConfig
 from paceline.rollout.engine import VllmEngine
 from paceline.types import EngineLostError, Rollout, RolloutRequest
+from random_policy import make_policy
 
 TEMPERATURE = 0.7
 
@@ -252,12 +252,7 @@ def test_no_process_outlives_its_owner(tmp_path: Path, one_cpu: list[int]) -> No
     The owner first closes an engine cleanly. Its policy is narrow, in bfloat16, and its first prompt is short: without AMX
     initialised in vLLM's processes, that engine dies of an illegal instruction.
     """
-    spec = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    policy = conftest.make_policy(tmp_path / "narrow", hidden_size=256)
+    policy = make_policy(tmp_path / "narrow", hidden_size=256)
     script = Path(__file__).with_name("owner.py")
     owner = subprocess.Popen([sys.executable, str(script), str(policy), str(one_cpu[0])], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None

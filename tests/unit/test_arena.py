@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from paceline.arena import policy as arena
 from paceline.arena.growth import grow
 from paceline.arena.shape import Shape
-from paceline.arena.task import heldout, problems, reward, solution
+from paceline.arena.task import ANSWER_MARK, demonstration, heldout, problems, reward, solution
 from paceline.arena.tokenizer import make_tokenizer, vocabulary
 from paceline.arena.training import Schedule
 
 MINUTE = arena.TrainedRecipe(
     shape=Shape(hidden_size=64, num_layers=2, intermediate_size=96, num_heads=2, num_kv_heads=1, head_dim=32),
-    schedule=Schedule(num_steps=6, tokens_per_step=512, matrix_lr=0.02, other_lr=0.004, warmup_steps=1),
+    schedule=Schedule(num_steps=6, tokens_per_step=512, matrix_lr=0.02, other_lr=0.004, careless_share=0.25, warmup_steps=1),
 )
 
 
@@ -30,6 +30,14 @@ def minute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(arena.RECIPES, "minute", MINUTE)
         return arena.build("minute", cache_root=tmp_path_factory.mktemp("cache"), progress=lambda line: None)
+
+
+def test_careless_demonstrations_are_wrong_about_as_often_as_asked_and_well_formed():
+    rng = random.Random(0)
+    chosen = list(islice(problems(3), 400))
+    rewards = [reward(p.prompt, demonstration(p, rng, careless_share=0.25), {"answer": p.answer}) for p in chosen]
+    assert 0.7 < sum(rewards) / len(rewards) < 0.82  # an early stop is now and then right by chance
+    assert all(demonstration(p, rng, careless_share=1.0).rpartition(ANSWER_MARK)[2].isdecimal() for p in chosen[:50])
 
 
 def test_streams_repeat_by_seed_and_differ_between_seeds():

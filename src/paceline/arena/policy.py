@@ -57,12 +57,12 @@ Recipe = TrainedRecipe | GrownRecipe
 
 _SMALL = TrainedRecipe(
     shape=Shape(hidden_size=256, num_layers=4, intermediate_size=768, num_heads=4, num_kv_heads=2),
-    schedule=Schedule(num_steps=280, tokens_per_step=4096, matrix_lr=0.02, other_lr=0.003),
+    schedule=Schedule(num_steps=300, tokens_per_step=4096, matrix_lr=0.02, other_lr=0.003, careless_share=0.25),
 )
 RECIPES: dict[str, Recipe] = {
     "tiny": TrainedRecipe(
         shape=Shape(hidden_size=128, num_layers=2, intermediate_size=384, num_heads=2, num_kv_heads=1),
-        schedule=Schedule(num_steps=270, tokens_per_step=4096, matrix_lr=0.02, other_lr=0.004),
+        schedule=Schedule(num_steps=270, tokens_per_step=4096, matrix_lr=0.02, other_lr=0.004, careless_share=0.25),
     ),
     "small": _SMALL,
     "large": GrownRecipe(

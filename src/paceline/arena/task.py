@@ -21,10 +21,10 @@ import hashlib
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-TASK_VERSION = 1
+TASK_VERSION = 2
 """Part of every recipe: raise it when any text of this file's making changes, or cached policies will have learnt another task."""
 
 MAX_TERMS = 52
@@ -67,6 +67,17 @@ def heldout(num: int) -> list[Problem]:
             break
         chosen.setdefault(problem.prompt, problem)
     return list(chosen.values())
+
+
+def demonstration(problem: Problem, rng: random.Random, *, careless_share: float) -> str:
+    """What an imperfect writer hands in: that share of the time, the scratchpad stops too early, with the answer so far.
+
+    A policy that imitates such writers gives up too early as often as they do, which is a habit that a reward can break.
+    """
+    if rng.random() >= careless_share:
+        return solution(problem, rng)
+    seen = problem.terms[: rng.randrange(1, len(problem.terms))]
+    return solution(replace(problem, terms=seen), rng)
 
 
 def solution(problem: Problem, rng: random.Random) -> str:

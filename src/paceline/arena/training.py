@@ -1,7 +1,7 @@
 """Supervised training of an arena policy from scratch: fresh problems, sampled solutions, next-token loss on the solutions.
 
-Training stops before it converges. What is left is noise on steps that the policy mostly knows, which is what RL at temperature 1
-can remove; a converged policy would leave RL nothing to learn.
+RL is left two things to learn. Training stops before it converges, so arithmetic that the policy mostly knows still goes wrong now
+and then; and some demonstrations stop too early, so the policy has learnt to do that too.
 
 Dimension suffixes: B examples, S padded tokens.
 """
@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.arena.shape import Shape
-from paceline.arena.task import problems, solution
+from paceline.arena.task import demonstration, problems
 from paceline.arena.tokenizer import EOS, PAD, vocabulary
 
 _IGNORED = -100
@@ -40,6 +40,8 @@ class Schedule:
     """Of Muon, for the matrices of the layers."""
     other_lr: float
     """Of AdamW, for embeddings, output head and norms."""
+    careless_share: float
+    """Of the demonstrations that stop too early."""
     warmup_steps: int = 20
     seed: int = 0
 
@@ -77,7 +79,7 @@ def train_policy(
         policy = new_policy(shape)
     policy.train()
     optimizers = _make_optimizers(policy, schedule)
-    examples = _examples(schedule.seed, tokenizer)
+    examples = _examples(schedule, tokenizer)
     started_s = time.monotonic()
     for step in range(schedule.num_steps):
         batch = _take(examples, schedule.tokens_per_step)
@@ -96,13 +98,14 @@ def train_policy(
     return policy.eval()
 
 
-def _examples(seed: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Example]:
-    rng = random.Random(f"arena solutions {seed}")  # noqa: S311
-    stream = problems(_TRAINING_SEED_OFFSET + seed)
+def _examples(schedule: Schedule, tokenizer: PreTrainedTokenizerFast) -> Iterator[Example]:
+    rng = random.Random(f"arena solutions {schedule.seed}")  # noqa: S311
+    stream = problems(_TRAINING_SEED_OFFSET + schedule.seed)
     while True:
         chunk = [next(stream) for _ in range(64)]
         prompts = tokenizer([problem.prompt for problem in chunk])["input_ids"]
-        solutions = tokenizer([solution(problem, rng) + EOS for problem in chunk])["input_ids"]
+        written = [demonstration(problem, rng, careless_share=schedule.careless_share) + EOS for problem in chunk]
+        solutions = tokenizer(written)["input_ids"]
         for prompt, response in zip(prompts, solutions, strict=True):
             yield Example(prompt + response, len(prompt))
 

@@ -68,14 +68,14 @@ _SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _SAFETENSORS_DTYPES.values()}
-# Unsigned type of the same width, mask without the sign, and the smallest pattern that is not finite (exponent all ones).
-_NOT_FINITE: Mapping[str, tuple[type[np.unsignedinteger[Any]], int, int]] = {
-    "float64": (np.uint64, 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
-    "float32": (np.uint32, 0x7FFF_FFFF, 0x7F80_0000),
-    "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
-    "float16": (np.uint16, 0x7FFF, 0x7C00),
-    "float8_e5m2": (np.uint8, 0x7F, 0x7C),
-    "float8_e4m3fn": (np.uint8, 0x7F, 0x7F),
+# Integer types of the same width, unsigned and signed, and the smallest pattern that is not finite (exponent all ones).
+_NOT_FINITE: Mapping[str, tuple[type[np.unsignedinteger[Any]], type[np.signedinteger[Any]], int]] = {
+    "float64": (np.uint64, np.int64, 0x7FF0_0000_0000_0000),
+    "float32": (np.uint32, np.int32, 0x7F80_0000),
+    "bfloat16": (np.uint16, np.int16, 0x7F80),
+    "float16": (np.uint16, np.int16, 0x7C00),
+    "float8_e5m2": (np.uint8, np.int8, 0x7C),
+    "float8_e4m3fn": (np.uint8, np.int8, 0x7F),
 }
 
 
@@ -460,24 +460,30 @@ def _map_segment(name: str, size: int) -> torch.Tensor:
 
 def _problem(entry: TensorEntry, raw: Bytes) -> str | None:
     """What is wrong with the bytes of one tensor, found in a single pass over memory."""
-    # Integers have no such pattern: a mask of 0 makes every value 0, which is below 1.
-    pattern, mask, first_not_finite = _NOT_FINITE.get(entry.dtype, (np.uint8, 0, 1))
     room = raw[entry.offset : entry.offset + entry.num_bytes]
     digest = xxhash.xxh3_128()
-    scratch = np.empty(_BLOCK_BYTES // np.dtype(pattern).itemsize, pattern)
     finite = True
     for start in range(0, len(room), _BLOCK_BYTES):
         block = room[start : start + _BLOCK_BYTES]
+        # In this order: the maxima draw a block from memory faster than the hash, which then finds it in the cache.
+        finite = finite and _is_finite(block, entry.dtype)
         digest.update(block.data)
-        values = block.view(pattern)
-        magnitude = np.bitwise_and(values, pattern(mask), out=scratch[: len(values)])
-        finite = finite and int(magnitude.max()) < first_not_finite
     found = _seal(digest, entry.dtype, entry.shape)
     if found != entry.fingerprint:
         return f"fingerprint is {found}; must be {entry.fingerprint}, which the sender took: its bytes changed on the way"
     if not finite:
         return "holds a NaN or an infinity"
     return None
+
+
+def _is_finite(block: Bytes, dtype: str) -> bool:
+    """Two maxima over bit patterns, far cheaper than `torch.isfinite`: read as signed integers the positive infinity and NaNs
+    are the largest, read as unsigned the negative ones are. Tested against torch over every 16-bit pattern."""
+    if dtype not in _NOT_FINITE:
+        return True
+    unsigned, signed, first = _NOT_FINITE[dtype]
+    sign = 1 << (8 * np.dtype(unsigned).itemsize - 1)
+    return int(block.view(signed).max()) < first and int(block.view(unsigned).max()) < sign + first
 
 
 def _view(entry: TensorEntry, memory: torch.Tensor) -> torch.Tensor:
