@@ -124,7 +124,7 @@ class LearnerConfig(Section):
     """FSDP2 processes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward and backward pass. Master weights and optimizer state are float32 in either case."""
-    learning_rate: float = Field(default=1e-4, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)

@@ -172,6 +172,25 @@ def test_an_unforeseen_error_of_an_engine_reaches_the_one_who_waits():
         run_virtual(work)
 
 
+def test_a_lost_engine_is_closed_because_a_frozen_one_still_holds_memory():
+    closed = []
+
+    class Closing(SimulatedEngine):
+        async def close(self):
+            closed.append(self.name)
+
+    async def work():
+        engines = [
+            Closing(name=f"e{i}", length_of=lambda r: 5, max_num_seqs=8, seconds_per_token=0.01, lose_at_s=0.02 if i == 0 else None)
+            for i in range(2)
+        ]
+        async with Fleet(engines, slots=8, on_lost=lambda *_: None) as fleet:
+            await fleet.open(list_of_prompts(4), Sampling(group_size=2, temperature=1.0, max_tokens=9)).wait()
+
+    run_virtual(work)
+    assert closed == ["e0"]
+
+
 def test_least_loaded_engine_gets_the_next_rollout():
     async def work():
         counts = {}

@@ -75,6 +75,7 @@ class Fleet:
         self._on_progress = on_progress
         self._loads: list[tuple[int, int, str]] = []
         self._ties = 0
+        self._closing: set[asyncio.Task[None]] = set()
         self._batches: dict[int, Batch] = {}
         self._batch_of: dict[int, int] = {}
         self._next_batch = 0
@@ -96,7 +97,7 @@ class Fleet:
         tasks = [task for member in self._members.values() for task in member.tasks]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
 
     def open(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
         """Start sampling a batch; older batches go first."""
@@ -131,6 +132,9 @@ class Fleet:
         for task in member.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
+        # A frozen engine still holds memory and cores.
+        self._closing.add(closing := asyncio.create_task(member.engine.close()))
+        closing.add_done_callback(self._closing.discard)
         try:
             self._on_lost(engine, why, self.ledger.lose(engine))
             if not self._members:

@@ -118,7 +118,8 @@ class _Run:
         """Push the policy. A push that was refused is tried once more; an engine that cannot follow is not used any more."""
         for last_try in (False, True):
             receipts = await self.parts.sender.send(self.version)
-            self.journal.receipts(receipts, self.version)
+            if receipts:
+                self.journal.receipts(receipts, self.version)
             failed = [receipt for receipt in receipts if not receipt.ok]
             for receipt in failed:
                 why = receipt.error or f"fingerprints differ: {', '.join(receipt.mismatched[:3])}"

@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import json
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -82,7 +82,7 @@ def load_reward(spec: str) -> Reward:
     )
 
 
-def scorer(reward: Reward, tokenizer: Tokenizer) -> Callable[[Sequence[Group]], Awaitable[list[list[float]]]]:
+def scorer(reward: Reward, tokenizer: Tokenizer) -> Callable[[Sequence[Group]], Coroutine[Any, Any, list[list[float]]]]:
     """Rewards of whole groups from their decoded completions."""
 
     def score_all(groups: Sequence[Group]) -> list[list[float]]:
