@@ -14,10 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +33,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paceline.config import Config, EngineConfig, LearnerConfig, ObjectiveConfig
 from paceline.policy.learner import FsdpLearner
 from paceline.rollout.transfer import Push, ShmSender, mismatched, take_part
+from paceline.run import reaper
 from paceline.types import EngineLostError, Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample, Sender
 
 T = TypeVar("T")
@@ -379,46 +383,77 @@ class Cluster:
 
 
 @asynccontextmanager
-async def start_cluster(config: Config, model_path: Path):
+async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Cluster]:
     """Place and start every process of a run; all of them are gone when the context ends."""
-    _start_ray(config)
-    group = _place(config)
-    engines, learner = _create_actors(config, group)
-    try:
-        cores = sorted(os.sched_getaffinity(0))
-        gpu = torch.cuda.is_available()
-        starting = [
-            engine.start(str(model_path), config.run.seed * 1000 + index, None if gpu else _share(cores, index, len(engines)))
-            for index, engine in enumerate(engines)
-        ]
-        wire_dtype = getattr(torch, config.rollout.engine.dtype)
-        threads = None if gpu else max(1, len(cores) // config.learner.world_size)
-        await asyncio.gather(*starting, learner.start(str(model_path), config, wire_dtype, threads))
-        if gpu:
-            await learner.open_nccl(engines, config.rollout.engine.tensor_parallel_size)
-        yield Cluster(engines, learner, (NcclSender if gpu else RemoteSender)(learner, engines))
-    finally:
-        await asyncio.gather(*(part.close() for part in (*engines, learner)), return_exceptions=True)
-        remove_placement_group(group)
-        ray.shutdown()
+    with _ray(config):
+        group = _place(config)
+        engines, learner = _create_actors(config, group)
+        try:
+            sender = await _start_actors(config, model_path, engines, learner)
+            yield Cluster(engines, learner, sender)
+        finally:
+            await asyncio.gather(*(part.close() for part in (*engines, learner)), return_exceptions=True)
+            remove_placement_group(group)
 
 
-def _start_ray(config: Config) -> None:
+async def _start_actors(config: Config, model_path: Path, engines: Sequence[RemoteEngine], learner: RemoteLearner) -> Sender:
+    """Start engines and learner at the same time; returns the wire between them."""
+    cores = sorted(os.sched_getaffinity(0))
+    gpu = torch.cuda.is_available()
+    starting = [
+        engine.start(str(model_path), config.run.seed * 1000 + index, None if gpu else _share(cores, index, len(engines)))
+        for index, engine in enumerate(engines)
+    ]
+    wire_dtype = getattr(torch, config.rollout.engine.dtype)
+    threads = None if gpu else max(1, len(cores) // config.learner.world_size)
+    await asyncio.gather(*starting, learner.start(str(model_path), config, wire_dtype, threads))
+    if not gpu:
+        return RemoteSender(learner, engines)
+    await learner.open_nccl(engines, config.rollout.engine.tensor_parallel_size)
+    return NcclSender(learner, engines)
+
+
+@contextmanager
+def _ray(config: Config) -> Iterator[None]:
+    """Connect to a cluster, or start Ray on this machine for as long as the context lasts."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if config.cluster.address is not None:
         ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            yield
+        finally:
+            ray.shutdown()
         return
     # A laptop has fewer cores than a run has processes. Engines and learner take turns, so promising more does no harm.
     wanted = config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size
-    ray.init(
-        address="local",
-        num_cpus=max(wanted, len(os.sched_getaffinity(0))),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=512 * 2**20,
-        _system_config={"worker_niceness": 0},  # Ray's 15 would leave an engine what the desktop does not want
-    )
+    with _reaped():
+        ray.init(
+            address="local",
+            num_cpus=max(wanted, len(os.sched_getaffinity(0))),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=512 * 2**20,
+            _system_config={"worker_niceness": 0},  # Ray's 15 would leave an engine what the desktop does not want
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _reaped() -> Iterator[None]:
+    """What is started inside ends with the context, or with this process if that comes first."""
+    mark = secrets.token_hex(8)
+    os.environ[reaper.VARIABLE] = mark
+    # Its standard input ends when this process does, however that happens. A session of its own: Ctrl-C is not for it.
+    process = subprocess.Popen([sys.executable, "-m", reaper.__name__, mark], stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
+    try:
+        yield
+    finally:
+        process.communicate()
+        os.environ.pop(reaper.VARIABLE)
 
 
 def _place(config: Config) -> PlacementGroup:
@@ -431,7 +466,6 @@ def _place(config: Config) -> PlacementGroup:
     group = placement_group(bundles, strategy="PACK" if gpu else "STRICT_PACK")
     if not group.wait(60):
         remove_placement_group(group)
-        ray.shutdown()
         raise PacelineError(f"Ray found no room for {bundles} within 60 s; lower rollout.num_engines or learner.world_size")
     return group
 
