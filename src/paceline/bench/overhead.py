@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -41,69 +41,63 @@ class _Pass:
         return self.num_tokens / self.seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Workload:
-    """A policy and what it is asked for."""
-
-    model: str
-    prompts: int
-    max_tokens: int
-
-
-# `ratio` is about steps that cost what a large model's do; `ratio_small` about the worst case, steps of a few milliseconds where
-# worker, EngineCore and front end have two cores between them.
-_WORKLOADS = {
-    "ratio": _Workload(model="arena:large", prompts=4, max_tokens=32),
-    "ratio_small": _Workload(model="arena:small", prompts=16, max_tokens=256),
-}
-
-
-def run(*, progress: Callable[[str], None], cache_root: Path, group_size: int = 8, repetitions: int = 5, seed: int = 0) -> Result:
-    """Time both arms of each workload `repetitions` times, after one pass each that is not counted."""
+def run(
+    *,
+    progress: Callable[[str], None],
+    cache_root: Path,
+    model: str = "arena:small",
+    prompts: int = 16,
+    group_size: int = 8,
+    max_tokens: int = 256,
+    repetitions: int = 9,
+    seed: int = 0,
+) -> Result:
+    """Time both arms `repetitions` times, after one pass each that is not counted."""
+    path = resolve(model, cache_root=cache_root, progress=progress)
     config = EngineConfig(max_model_len=768, kv_cache_gb=0.5)
     before = CpuTimes.now()
-    figures: dict[str, float] = {}
-    spread: dict[str, float] = {}
-    details: dict[str, object] = {"repetitions": repetitions, "group_size": group_size}
-    for name, workload in _WORKLOADS.items():
-        path = resolve(workload.model, cache_root=cache_root, progress=progress)
-        progress(f"{name}: {workload.model}")
-        batches = _batches(path, workload, num=repetitions + 1, group_size=group_size, seed=seed)
-        ours, bare = _measure(path, config, batches, seed, progress)
-        ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, bare, strict=True)]
-        figures[name], spread[name] = middle(ratios)
-        for arm, turns in (("ours", ours), ("bare", bare)):
-            key = f"{arm}_tokens_per_s_{workload.model.removeprefix('arena:')}"
-            figures[key], spread[key] = middle([turn.tokens_per_s for turn in turns])
-        tokens = {"ours_tokens": [turn.num_tokens for turn in ours], "bare_tokens": [turn.num_tokens for turn in bare]}
-        details[name] = {"workload": asdict(workload), "ratios": ratios, **tokens}
+    batches = _batches(path, num=repetitions + 1, prompts=prompts, group_size=group_size, max_tokens=max_tokens, seed=seed)
+    ours, bare = _measure(path, config, batches, seed, progress)
+    ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, bare, strict=True)]
+    figures, spread = {}, {}
+    figures["ratio"], spread["ratio"] = middle(ratios)
+    figures["ours_tokens_per_s"], spread["ours_tokens_per_s"] = middle([turn.tokens_per_s for turn in ours])
+    figures["bare_tokens_per_s"], spread["bare_tokens_per_s"] = middle([turn.tokens_per_s for turn in bare])
     return Result(
         name="overhead",
         figures=figures,
         spread=spread,
         goals={"ratio": (">=", 0.98)},
-        environment=environment(seeds=[seed], config={"engine": config.model_dump(mode="json")}),
-        details={**details, "steal_share": CpuTimes.now().steal_share_since(before)},
+        environment=environment(seeds=[seed], config={"model": model, "engine": config.model_dump(mode="json")}),
+        details={
+            "repetitions": repetitions,
+            "rollouts_per_repetition": prompts * group_size,
+            "max_tokens": max_tokens,
+            "ratios": ratios,
+            "ours_tokens": [turn.num_tokens for turn in ours],
+            "bare_tokens": [turn.num_tokens for turn in bare],
+            "steal_share": CpuTimes.now().steal_share_since(before),
+        },
     )
 
 
-def _batches(path: Path, workload: _Workload, *, num: int, group_size: int, seed: int) -> list[list[RolloutRequest]]:
+def _batches(path: Path, *, num: int, prompts: int, group_size: int, max_tokens: int, seed: int) -> list[list[RolloutRequest]]:
     """`num` batches of arena prompts; every request has a seed of its own, so that both arms draw the same responses."""
     tokenizer = AutoTokenizer.from_pretrained(path)
-    texts = [problem.prompt for problem in islice(problems(seed), num * workload.prompts)]
+    texts = [problem.prompt for problem in islice(problems(seed), num * prompts)]
     requests = [
         RolloutRequest(
             group_id=group,
             index=index,
             prompt_ids=np.asarray(tokenizer.encode(text), np.int32),
-            max_tokens=workload.max_tokens,
+            max_tokens=max_tokens,
             temperature=1.0,
             seed=seed + group * group_size + index,
         )
         for group, text in enumerate(texts)
         for index in range(group_size)
     ]
-    size = workload.prompts * group_size
+    size = prompts * group_size
     return [requests[first : first + size] for first in range(0, num * size, size)]
 
 
