@@ -25,9 +25,9 @@ _EPILOG = """start here:
 
 BENCHES = {
     "control": "cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)",
-    "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 25 minutes)",
+    "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",
-    "sync": "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 5 minutes)",
+    "sync": "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 2 minutes)",
 }
 
 

@@ -76,13 +76,10 @@ class SimulatedEngine:
     async def collect(self) -> Sequence[Rollout]:
         if not self._finished:
             self._news.clear()
-            if self.lose_at_s is None:
-                await self._news.wait()
-            else:
-                loop = asyncio.get_running_loop()
-                loop.call_at(self.lose_at_s, self._news.set)
-                await self._news.wait()
-                self._check_alive()
+            if self.lose_at_s is not None:
+                asyncio.get_running_loop().call_at(self.lose_at_s, self._news.set)
+            await self._news.wait()
+            self._check_alive()
         finished, self._finished = self._finished, []
         return finished
 
