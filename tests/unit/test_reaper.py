@@ -1,24 +1,48 @@
-"""The reaper: it ends what carries its mark, and nothing else."""
+"""The reaper: it ends what carries its mark and what that has started, and nothing else."""
 
 import os
 import subprocess
 import sys
+import time
+
+import psutil
+import pytest
 
 from paceline.run import reaper
 
-
-def sleeper(mark: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sleep", "60"], env={**os.environ, reaper.VARIABLE: mark}, start_new_session=True)
+UNMARKED = f"import os, subprocess; os.environ.pop({reaper.VARIABLE!r}); subprocess.run(['sleep', '60'])"
 
 
-def test_end_of_the_driver_ends_marked_processes_and_no_others():
-    ours, theirs = sleeper("ours"), sleeper("theirs")
-    try:
-        watch = subprocess.Popen([sys.executable, "-m", reaper.__name__, "ours"], stdin=subprocess.PIPE)
-        assert ours.poll() is None
-        watch.communicate(timeout=20)  # closes the pipe, as the end of a driver does
-        assert ours.wait(timeout=5) == -9
-        assert theirs.poll() is None
-    finally:
-        theirs.kill()
-        theirs.wait()
+def marked(mark: str, *command: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env={**os.environ, reaper.VARIABLE: mark}, start_new_session=True)
+
+
+@pytest.fixture
+def theirs():
+    process = marked("theirs", "sleep", "60")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_end_of_the_driver_ends_marked_processes_and_no_others(theirs):
+    ours = marked("ours", "sleep", "60")
+    watch = subprocess.Popen([sys.executable, "-m", reaper.__name__, "ours"], stdin=subprocess.PIPE)
+    assert ours.poll() is None
+    watch.communicate(timeout=20)  # closes the pipe, as the end of a driver does
+    assert ours.wait(timeout=5) == -9
+    assert theirs.poll() is None
+
+
+def test_child_without_the_mark_is_ended_too(theirs):
+    """Ray's agents wipe the mark when they set their title, and outlived every killed driver for which they did so."""
+    ours = marked("ours", sys.executable, "-c", UNMARKED)
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 20
+    while not children and time.monotonic() < deadline:
+        children = psutil.Process(ours.pid).children()
+    watch = subprocess.Popen([sys.executable, "-m", reaper.__name__, "ours"], stdin=subprocess.PIPE)
+    watch.communicate(timeout=20)
+    assert not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE
+    assert ours.wait(timeout=5) == -9
+    assert theirs.poll() is None

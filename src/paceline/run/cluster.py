@@ -41,6 +41,8 @@ T = TypeVar("T")
 _POLL_S = 10.0
 """An engine answers `collect` at least this often, with nothing if nothing has finished: silence means that it is lost."""
 _CLOSE_DEADLINE_S = 8.0
+_ABANDON_DEADLINE_S = 1.0
+"""An interrupted run does not wait for farewells; what has not said one by then is killed."""
 
 
 class EngineActor:
@@ -218,9 +220,9 @@ class RemoteEngine:
     async def metrics(self) -> Mapping[str, float]:
         return await self._answer("metrics", self.actor.call.remote("metrics"))
 
-    async def close(self) -> None:
+    async def close(self, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
         with suppress(PacelineError):  # it is killed next in either case
-            await self._answer("close", self.actor.call.remote("close"), _CLOSE_DEADLINE_S)
+            await self._answer("close", self.actor.call.remote("close"), deadline_s)
         ray.kill(self.actor)
 
     async def _answer(self, what: str, answer: Awaitable[T], deadline_s: float | None = None) -> T:
@@ -278,9 +280,9 @@ class RemoteLearner:
     async def save(self, path: str) -> None:
         await self._all("save", path)
 
-    async def close(self) -> None:
+    async def close(self, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
         with suppress(TimeoutError, PacelineError):  # they are killed next in either case
-            await asyncio.wait_for(self._all("close"), _CLOSE_DEADLINE_S)
+            await asyncio.wait_for(self._all("close"), deadline_s)
         for actor in self.actors:
             ray.kill(actor)
 
@@ -388,11 +390,13 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
     with _ray(config):
         group = _place(config)
         engines, learner = _create_actors(config, group)
+        deadline_s = _ABANDON_DEADLINE_S
         try:
             sender = await _start_actors(config, model_path, engines, learner)
             yield Cluster(engines, learner, sender)
+            deadline_s = _CLOSE_DEADLINE_S
         finally:
-            await asyncio.gather(*(part.close() for part in (*engines, learner)), return_exceptions=True)
+            await asyncio.gather(*(part.close(deadline_s) for part in (*engines, learner)), return_exceptions=True)
             remove_placement_group(group)
 
 

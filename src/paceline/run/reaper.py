@@ -1,7 +1,8 @@
 """A process that outlives the driver by a moment: when the driver is gone, it ends what the driver's Ray has left.
 
 A Ray that was started by a driver mostly dies with it, but its agents linger when the driver was killed. Every process of a run
-carries a mark in its environment, which it inherits wherever it moves, so that nobody else's processes are touched.
+inherits a mark in its environment, wherever it moves, so that nobody else's processes are touched. A process that sets its title may
+wipe the mark, as Ray's agents do; it is known as the child of one that has it, and noted while that one lives.
 
     python -m paceline.run.reaper MARK      waits for the end of its standard input, which is a pipe from the driver
 """
@@ -9,35 +10,52 @@ carries a mark in its environment, which it inherits wherever it moves, so that 
 from __future__ import annotations
 
 import os
-import signal
+import select
 import sys
-from pathlib import Path
+
+import psutil
 
 VARIABLE = "PACELINE_RUN"
+_LOOK_EVERY_S = 2.0
 
 
-def marked(mark: str) -> list[int]:
-    """Ids of all processes that carry the mark, except this one."""
+def belonging(mark: str) -> set[psutil.Process]:
+    """All processes that carry the mark, and their children; this one excepted."""
     wanted = f"{VARIABLE}={mark}".encode()
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
+    carriers, children = set(), []
+    for process in psutil.process_iter():
         try:
-            carries = wanted in (directory / "environ").read_bytes().split(b"\0")
-        except OSError:
+            with open(f"/proc/{process.pid}/environ", "rb") as environ:  # noqa: PTH123  psutil's own would parse every variable
+                if wanted in environ.read().split(b"\0"):
+                    carriers.add(process)
+                else:
+                    children.append((process, process.ppid()))
+        except (OSError, psutil.Error):
             continue  # it has ended, or is another user's
-        if carries and int(directory.name) != os.getpid():
-            found.append(int(directory.name))
-    return found
+    parents = {process.pid for process in carriers} - {os.getpid()}
+    carriers.update(process for process, parent in children if parent in parents)
+    return {process for process in carriers if process.pid != os.getpid()}
 
 
 def main(mark: str) -> None:
-    sys.stdin.buffer.read()
-    while pids := marked(mark):  # again and again: a process may have started another while it was looked at
-        for pid in pids:
+    known: set[psutil.Process] = set()
+    while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
+        known |= belonging(mark)
+    while alive := {process for process in known | belonging(mark) if _alive(process)}:
+        # again and again: a process may have started another while it was looked at
+        for process in alive:
             try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
+                process.kill()  # psutil compares start times, so that a reused id is left alone
+            except psutil.NoSuchProcess:
                 continue
+        psutil.wait_procs(alive, timeout=0.2)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 if __name__ == "__main__":
