@@ -77,6 +77,88 @@ class HubData(Section):
 DataConfig = Annotated[ArenaData | JsonlData | HubData, Field(discriminator="kind")]
 
 
+class NgramDrafter(Section):
+    kind: Literal["ngram"] = "ngram"
+    min_match: int = Field(default=2, ge=1)
+    """Shortest repeated run of tokens that is continued, within the request itself."""
+    max_match: int = Field(default=4, ge=1)
+
+
+class HistoryDrafter(Section):
+    kind: Literal["history"] = "history"
+    min_match: int = Field(default=2, ge=1)
+    """Shortest run of tokens that is looked up in the prompt's sibling and earlier rollouts."""
+    max_match: int = Field(default=16, ge=1)
+    capacity_mb: float = Field(default=256, gt=0)
+    """Memory of the index in each engine; the oldest rollouts leave first."""
+    share_directory: Path | None = None
+    """Where engines on one node leave what they have seen for one another. None keeps each engine's history to itself."""
+
+
+class EagleDrafter(Section):
+    kind: Literal["eagle3"] = "eagle3"
+    path: str
+    """A speculators checkpoint (`paceline draft train` makes one), or `arena` for the one that belongs to an arena policy."""
+    draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic"
+    """How the drafter proposes. Probabilistic accepts clearly more at temperature 1; both are lossless."""
+
+
+class ParallelDrafter(Section):
+    kind: Literal["dflash"] = "dflash"
+    path: str
+    """A DFlash checkpoint: k tokens in one pass."""
+
+
+DrafterConfig = Annotated[NgramDrafter | HistoryDrafter | EagleDrafter | ParallelDrafter, Field(discriminator="kind")]
+
+
+class MeasuredSelector(Section):
+    """The draft length that measured best at this batch size, learnt while the engine runs."""
+
+    kind: Literal["measured"] = "measured"
+    costs: Path | None = None
+    """A cost file of `paceline bench costs` as the prior; without one the selector learns from nothing within 200 steps."""
+    explore: float = Field(default=0.02, ge=0, lt=0.5)
+    """Largest share of steps spent on a draft length that is not the best known one."""
+    margin: float = Field(default=0.03, ge=0)
+    """A new draft length must promise this much more to be taken: hysteresis against flapping."""
+
+
+class FixedSelector(Section):
+    """One draft length, always."""
+
+    kind: Literal["fixed"] = "fixed"
+    draft_length: int = Field(ge=0)
+
+
+class TableSelector(Section):
+    """Draft lengths by batch size, fixed at start, as vLLM's own table."""
+
+    kind: Literal["table"] = "table"
+    ranges: tuple[tuple[int, int, int], ...]
+    """(smallest batch, largest batch, draft length) each; the last one holds beyond its end."""
+
+
+class BanditSelector(Section):
+    """BEG-MAB of the TLT paper: epsilon-greedy over buckets of batch sizes, by the median reward of a sliding window."""
+
+    kind: Literal["beg_mab"] = "beg_mab"
+    thresholds: tuple[int, ...] = (4, 16)
+    """Batch sizes at which a new bucket starts (after the first)."""
+    epsilon: float = Field(default=0.1, ge=0, le=1)
+    window: int = Field(default=10, ge=1)
+
+
+SelectorConfig = Annotated[MeasuredSelector | FixedSelector | TableSelector | BanditSelector, Field(discriminator="kind")]
+
+
+class SpeculationConfig(Section):
+    drafter: DrafterConfig
+    max_draft_length: int = Field(default=7, ge=1, le=16)
+    """Largest number of tokens proposed per verification. The selector chooses from 0 to this."""
+    selector: SelectorConfig = MeasuredSelector()
+
+
 class EngineConfig(Section):
     """Settings of each vLLM engine. What is not here keeps vLLM's default."""
 
@@ -166,6 +248,8 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     data: DataConfig = ArenaData()
     rollout: RolloutConfig = RolloutConfig()
+    speculation: SpeculationConfig | None = None
+    """None is plain decoding."""
     learner: LearnerConfig = LearnerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     eval: EvalConfig = EvalConfig()
@@ -194,8 +278,10 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 def _explain(detail: ErrorDetails) -> str:
     """One line for one wrong key: its path as the user writes it, what it got and what it must be."""
     parts = [str(part) for part in detail["loc"]]
-    if parts[:1] == ["data"] and len(parts) > 2:
-        del parts[1]  # pydantic puts the kind of a union into the path: data.jsonl.path is the user's data.path
+    for union in (["data"], ["speculation", "drafter"], ["speculation", "selector"]):
+        place = len(union)
+        if parts[:place] == union and len(parts) > place + 1:
+            del parts[place]  # pydantic puts the kind of a union into the path: data.jsonl.path is the user's data.path
     key = ".".join(parts)
     match detail["type"]:
         case "value_error":
@@ -203,12 +289,18 @@ def _explain(detail: ErrorDetails) -> str:
         case "missing":
             return f"{key}: is missing; must be set"
         case "union_tag_not_found":
-            return f"{key}.kind: is missing; must be one of arena, jsonl, datasets"
+            return f"{key}.kind: is missing; must be one of {', '.join(_kinds(key))}"
         case "extra_forbidden":
             near = difflib.get_close_matches(key, _keys(Config), n=1)
             return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
         case _:
             return f"{key}: got {detail['input']!r}; {detail['msg'][:1].lower()}{detail['msg'][1:]}"
+
+
+def _kinds(key: str) -> list[str]:
+    """The variants of the union at a dotted key."""
+    union = {"data": DataConfig, "speculation.drafter": DrafterConfig, "speculation.selector": SelectorConfig}[key]
+    return [variant.model_fields["kind"].default for variant in get_args(get_args(union)[0])]
 
 
 def _keys(section: type[Section], prefix: str = "") -> list[str]:

@@ -1,0 +1,259 @@
+"""The cost model must keep the ratios between draft lengths right on a machine that drifts, and follow a changed drafter."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.strategy.cost import COSTS, Acceptance, CostModel, CostPoint, Costs, Step, StepTime, load_costs, save_costs
+from stepping_engine import GOOD, USELESS, SteppingEngine, cpu, gpu
+
+STEP = Step(
+    num_requests=4,
+    num_prefill_tokens=0,
+    context_tokens=400,
+    verified=2,
+    drafted=2,
+    seconds=0.1,
+    proposed_at=(4, 4),
+    accepted_at=(3, 1),
+    num_emitted=8,
+)
+
+
+def trained(engine: SteppingEngine, *, num_steps: int = 400, seed: int = 0) -> CostModel:
+    """Steps at batches and draft lengths of all sizes, as a run with many choices would show them."""
+    model, random = CostModel(7), np.random.default_rng(seed)
+    verified = 0
+    for _ in range(num_steps // 2):
+        num_requests, drafted = int(2 ** random.uniform(0, 6)), int(random.integers(0, 8))
+        for _ in range(2):
+            model.observe(engine.step(num_requests, verified, drafted, 200 * num_requests)[0])
+            verified = drafted
+    return model
+
+
+def ratio(model: CostModel, num_requests: int, k: int) -> float:
+    context = 200 * num_requests
+    return model.step_time.seconds(num_requests, num_requests * (k + 1), k, k, context) / model.step_time.seconds(
+        num_requests, num_requests, 0, 0, context
+    )
+
+
+@pytest.mark.parametrize("shape", [cpu, gpu])
+def test_ratios_between_draft_lengths_are_learnt_under_noise_and_drift(shape) -> None:
+    errors = []
+    for seed in range(3):
+        model = trained(SteppingEngine(shape, GOOD, seed=seed), seed=seed)
+        for b in (1, 4, 16, 64):
+            for k in (1, 3, 7):
+                true = shape(b, b * (k + 1), k, k, 200 * b) / shape(b, b, 0, 0, 200 * b)
+                errors.append(abs(math.log(ratio(model, b, k) / true)))
+    assert np.median(errors) < 0.05
+    assert np.max(errors) < 0.3
+
+
+def test_curve_agrees_with_its_slow_twin() -> None:
+    model = trained(SteppingEngine(cpu, GOOD, seed=1))
+    tokens = 12 * np.linspace(1.0, 6.0, 8)
+    seconds, share = model.step_time.curve(12, tokens, 900)
+    for k in range(8):
+        x = model.step_time.features(12, tokens[k], k, k, 900)
+        assert seconds[k] == pytest.approx(x @ np.exp(model.step_time.log_cost), rel=1e-12)
+        assert share[k] == pytest.approx(x * np.exp(model.step_time.log_cost) / seconds[k], rel=1e-12)
+        assert share[k].sum() == pytest.approx(1)
+
+
+def test_features_by_hand() -> None:
+    x = dict(zip(COSTS, StepTime().features(10, 40, 3, 2, 700), strict=True))
+    assert x == {
+        "constant": 1,
+        "request": 10,
+        "token_from_0": 8,
+        "token_from_8": 24,
+        "token_from_32": 8,
+        "token_from_128": 0,
+        "token_from_512": 0,
+        "verification": 1,
+        "first_pass": 1,
+        "first_pass_request": 10,
+        "further_pass": 1,
+        "further_pass_request": 10,
+        "context": 700,
+        "context_verified": 2100,
+    }
+
+
+def test_one_very_slow_step_changes_nothing_that_matters() -> None:
+    model = trained(SteppingEngine(cpu, GOOD, seed=2))
+    before = ratio(model, 16, 3), model.step_time.seconds(16, 64, 3, 3, 3200)
+    model.observe(replace(STEP, num_requests=16, verified=3, drafted=3, proposed_at=(16, 16, 16), seconds=100 * before[1]))
+    assert ratio(model, 16, 3) == pytest.approx(before[0], rel=0.02)
+    assert model.step_time.seconds(16, 64, 3, 3, 3200) == pytest.approx(before[1], rel=0.1)
+
+
+def test_slower_machine_is_not_read_as_dearer_drafts() -> None:
+    """Only draft length 5 is seen while the machine slows down by 30 %; the other lengths must be taken to have slowed down too."""
+    engine = SteppingEngine(cpu, GOOD, seed=3, drift=0.0)
+    model = trained(engine)
+    before, seconds = ratio(model, 8, 5), model.step_time.seconds(8, 48, 5, 5, 1600)
+    for _ in range(60):
+        step = engine.step(8, 5, 5, 1600)[0]
+        model.observe(replace(step, seconds=1.3 * step.seconds))
+    assert model.step_time.seconds(8, 48, 5, 5, 1600) == pytest.approx(1.3 * seconds, rel=0.1)
+    assert ratio(model, 8, 5) == pytest.approx(before, rel=0.06)
+
+
+def test_doubt_stays_bounded_and_covariance_sound_over_a_long_run() -> None:
+    """Ten thousand steps at one place: doubt about all other places must not grow without limit, nor rounding break the filter."""
+    model = CostModel(7)
+    for i in range(10_000):
+        model.observe(replace(STEP, seconds=0.1 * (1 + 0.1 * math.sin(i))))
+    eigenvalues = np.linalg.eigvalsh(model.step_time.covariance)
+    assert eigenvalues.min() > -1e-9
+    assert eigenvalues.max() < 50
+    assert model.step_time.seconds(4, 12, 2, 2, 400) == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_times_are_refused_and_counted(seconds: float) -> None:
+    model = CostModel(4)
+    model.observe(replace(STEP, seconds=seconds))
+    model.observe(replace(STEP, num_requests=0))
+    assert model.num_refused == 2
+    assert model.step_time.num_observed == 0
+
+
+def test_prefill_teaches_acceptance_but_not_cost() -> None:
+    model = CostModel(4)
+    model.observe(replace(STEP, num_prefill_tokens=100))
+    assert model.step_time.num_observed == 0
+    model.acceptance.refresh()
+    assert model.acceptance.conditional[0] == pytest.approx((3 + 2 * 0.5) / (4 + 2))
+
+
+def test_acceptance_by_hand() -> None:
+    """[3 of 4, then 1 of those 3], a prior of two trials, and the unknown third position like the second."""
+    acceptance = Acceptance(3)
+    acceptance.observe(STEP)
+    acceptance.refresh()
+    first = (3 + 2 * 0.5) / 6
+    second = (1 + 2 * first) / 5
+    assert acceptance.conditional == pytest.approx([first, second, second])
+    assert acceptance.accepted_length == pytest.approx(
+        [1, 1 + first, 1 + first + first * second, 1 + first + first * second * (1 + second)]
+    )
+
+
+def test_what_was_not_proposed_counts_as_not_accepted_and_is_not_verified() -> None:
+    """A drafter that proposes for a quarter of the requests gains a quarter, and costs a quarter of the tokens."""
+    acceptance = Acceptance(2)
+    for _ in range(200):
+        acceptance.observe(replace(STEP, proposed_at=(1, 1), accepted_at=(1, 1)))
+    acceptance.refresh()
+    assert acceptance.accepted_length == pytest.approx([1, 1.25, 1.5], rel=0.02)
+    assert acceptance.tokens_per_request == pytest.approx([1, 1.25, 1.5], rel=0.02)
+
+
+@pytest.mark.parametrize(("before", "after"), [(GOOD, USELESS), (USELESS, GOOD), (GOOD, (0.5,) * 7)])
+@pytest.mark.parametrize("num_requests", [1, 32])
+def test_changed_drafter_is_followed_within_fifty_steps(before, after, num_requests: int) -> None:
+    acceptance = Acceptance(7)
+    for phase, num_steps in ((before, 300), (after, 50)):
+        engine = SteppingEngine(cpu, phase, seed=5)
+        for _ in range(num_steps):
+            acceptance.observe(engine.step(num_requests, 3, 3, 100)[0])
+    acceptance.refresh()
+    true = 1 + np.cumprod(after[:3]).sum()
+    assert acceptance.accepted_length[3] == pytest.approx(true, rel=0.25 if num_requests == 1 else 0.05)
+
+
+def test_unchanged_drafter_is_not_called_changed() -> None:
+    engine, acceptance = SteppingEngine(cpu, GOOD, seed=6), Acceptance(7)
+    for i in range(3000):
+        acceptance.observe(engine.step(1 + i % 40, 1 + i % 7, 1, 100)[0])
+    assert acceptance.num_changes <= 1
+
+
+def test_expected_rate_is_the_formula_and_the_outlook() -> None:
+    model = trained(SteppingEngine(cpu, GOOD, seed=7))
+    outlook = model.outlook(6, 1200)
+    survival = np.cumprod(model.acceptance.conditional)
+    for k in range(8):
+        seconds = model.step_time.seconds(6, 6 * model.acceptance.tokens_per_request[k], k, k, 1200)
+        assert model.expected_rate(6, k, 1200) == pytest.approx(6 * (1 + survival[:k].sum()) / seconds)
+        assert math.exp(outlook.log_rate_K[k]) == pytest.approx(model.expected_rate(6, k, 1200))
+
+
+def test_acceptance_gradient_agrees_with_finite_differences() -> None:
+    model = trained(SteppingEngine(cpu, GOOD, seed=8))
+    model.acceptance.refresh()
+    h, small = np.array(model.acceptance.conditional), 1e-6
+    for j in range(7):
+        moved = h.copy()
+        moved[j] *= math.exp(small)
+        for k in range(8):
+            change = math.log((1 + np.cumprod(moved[:k]).sum()) / (1 + np.cumprod(h[:k]).sum())) / small
+            assert model.acceptance.gradient_KJ[k, j] == pytest.approx(change, abs=1e-5)
+
+
+def test_deviation_covers_the_error() -> None:
+    """Optimism by deviations is worth nothing if they are too small: at least two thirds of the errors within two of them."""
+    inside = []
+    for seed in range(6):
+        engine = SteppingEngine(cpu, GOOD, seed=seed)
+        model = trained(engine, num_steps=60, seed=seed)
+        for b in (2, 8, 32):
+            outlook = model.outlook(b, 200 * b)
+            true = np.log([engine.rate(b, k, 200 * b) for k in range(8)])
+            error = (outlook.log_rate_K - outlook.log_rate_K[3]) - (true - true[3])
+            deviation = outlook.deviation_from(3)
+            assert deviation[3] == 0
+            inside += [abs(error[k]) < 2 * deviation[k] for k in range(8) if k != 3]
+    assert np.mean(inside) > 0.67
+
+
+def test_cost_file_comes_back_and_teaches_ratios(tmp_path: Path) -> None:
+    points = tuple(
+        CostPoint(
+            num_requests=b, verified=k, drafted=k, context_tokens=200 * b, seconds=cpu(b, b * (k + 1), k, k, 200 * b), num_steps=20
+        )
+        for b in (1, 8, 32, 64)
+        for k in (0, 1, 3, 5, 7)
+    )
+    costs = Costs(points=points, acceptance=GOOD, num_trials=1000)
+    save_costs(tmp_path / "costs.json", costs)
+    assert load_costs(tmp_path / "costs.json") == costs
+    model = CostModel(7, costs)
+    for b in (1, 4, 16, 64):
+        for k in (1, 4, 7):
+            assert ratio(model, b, k) == pytest.approx(cpu(b, b * (k + 1), k, k, 200 * b) / cpu(b, b, 0, 0, 200 * b), rel=0.1)
+    model.acceptance.refresh()
+    assert model.acceptance.accepted_length[-1] == pytest.approx(4.29, rel=0.1)
+
+
+@pytest.mark.parametrize("text", ["{", '{"points": [], "speed": 1}', '{"format": "other", "points": []}'])
+def test_wrong_cost_file_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"selector\.costs: .* is not a cost file"):
+        load_costs(file)
+    with pytest.raises(ValueError, match=r"selector\.costs: got .*absent"):
+        load_costs(tmp_path / "absent")
+
+
+def test_observing_is_cheap() -> None:
+    """It runs in every engine step. About 20 microseconds on a quiet core; the bound leaves room for a loaded one."""
+    model = trained(SteppingEngine(cpu, GOOD, seed=9))
+    best = math.inf
+    for _ in range(10):
+        start = time.process_time()
+        for _ in range(200):
+            model.observe(STEP)
+        best = min(best, (time.process_time() - start) / 200)
+    assert best < 100e-6
