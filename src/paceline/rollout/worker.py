@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
-from paceline.rollout import backends
+from paceline.rollout import backends, compat
 from paceline.rollout.transfer import Push
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ class WorkerExtension:
         """Process ids of this worker and of the EngineCore that it serves; the owner reaps both."""
         return os.getpid(), _engine_core_pid()
 
+    def sampler_is_sound(self) -> bool:
+        """Asked here and not in the owner's process: this is the one that samples."""
+        return compat.sampler_is_sound()
+
     def receive_push(self, push: Mapping[str, Any]) -> dict[str, Any]:
         """Check a `transfer.Push` and load it; answers with a `transfer.PushReport`, both as plain dicts."""
         return backends.receive_push(cast("Worker", self), Push.from_dict(push)).to_dict()
@@ -42,6 +46,16 @@ class WorkerExtension:
     def applied_fingerprints(self) -> dict[str, Any]:
         """The last applied `transfer.PushReport` of each target; raises when a failed push left the weights unknown."""
         return {target: report.to_dict() for target, report in backends.applied(cast("Worker", self)).items()}
+
+    def drafter_figures(self) -> dict[str, float]:
+        """What the history drafter counts (`proposer.FIGURES`); nothing for other drafters."""
+        worker = cast("Worker", self)
+        if worker.speculative_config is None:
+            return {}
+        drafter: object = worker.model_runner.drafter
+        from paceline.rollout.proposer import HistoryProposer  # compiles kernels; other engines do without
+
+        return drafter.figures() if isinstance(drafter, HistoryProposer) else {}
 
 
 def _engine_core_pid() -> int:

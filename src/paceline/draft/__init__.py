@@ -1,0 +1,1 @@
+"""Who proposes: drafters, and what trains them."""

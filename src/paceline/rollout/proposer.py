@@ -1,0 +1,146 @@
+"""`draft/history.py` as a proposer of vLLM (`method="custom_class"`).
+
+    speculative_config = {
+        "method": "custom_class", "model": "paceline.rollout.proposer.HistoryProposer", "num_speculative_tokens": k
+    }
+
+vLLM builds it in the worker and calls `propose` after every step, with rows of tokens and nothing else. It is not told how many
+tokens are wanted: it always drafts `k`, and whoever schedules cuts. Its settings are a `config.HistoryDrafter`, under
+`additional_config["paceline"]["drafter"]`; without them the defaults hold.
+
+A drafter may fail, a rollout may not: whatever goes wrong in here ends in empty drafts, a count and one line in the log.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.logger import init_logger
+
+from paceline.config import HistoryDrafter
+from paceline.draft.history import History
+from paceline.draft.share import Share
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+FIGURES = (
+    "num_proposals",
+    "num_rows",
+    "num_matched",  # rows that got a draft
+    "num_drafted",  # tokens
+    "seconds",
+    "full_batch_seconds",  # of these, at a full batch
+    "full_batch_step_seconds",  # from one call to the next, both at a full batch: what a whole step took
+    "failures",
+    "shared_rollouts",
+    "merged_rollouts",
+)
+
+
+class HistoryProposer:
+    """The history drafter of one worker."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        speculative = vllm_config.speculative_config
+        assert speculative is not None
+        settings = _settings(vllm_config.additional_config)
+        vocabulary_size = vllm_config.model_config.get_vocab_size()
+        self._history = _build(settings, vllm_config, vocabulary_size)
+        self._share: Share | None = None
+        if settings.share_directory is not None:
+            capacity_mb = settings.capacity_mb
+            self._share = Share(settings.share_directory, vocabulary_size=vocabulary_size, capacity_mb=capacity_mb)
+        self._figures = dict.fromkeys(FIGURES, 0.0)
+        self._max_rows = vllm_config.scheduler_config.max_num_seqs
+        self._last_full_s: float | None = None
+
+    def load_model(self, *_: object) -> None:
+        """vLLM calls it on every drafter; there is no model here."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Up to `num_speculative_tokens` tokens for each row that has sampled."""
+        began_s = time.perf_counter()
+        try:
+            num_sampled = np.fromiter(map(len, sampled_token_ids), np.int64, len(sampled_token_ids))
+            drafts = self._history.propose(num_sampled, num_tokens_no_spec, token_ids_cpu)
+        except Exception:  # noqa: BLE001  a drafter may fail, a rollout may not
+            self._fail("the history drafter failed; this step is not drafted for")
+            drafts = [[] for _ in sampled_token_ids]
+        if self._share is not None:
+            try:
+                self._exchange(self._share)
+            except Exception:  # noqa: BLE001  a full disk must not take the drafts with it
+                self._fail("the history drafter could not share rollouts; it goes on with its own")
+        self._figures["num_proposals"] += 1
+        self._figures["num_rows"] += len(drafts)
+        self._figures["num_matched"] += sum(map(bool, drafts))
+        self._figures["num_drafted"] += sum(map(len, drafts))
+        self._time(began_s, time.perf_counter(), full=len(drafts) == self._max_rows)
+        return drafts
+
+    def figures(self) -> dict[str, float]:
+        """Sums since the start, by the names in FIGURES, and `broken_files`."""
+        broken = 0.0 if self._share is None else float(self._share.num_broken)
+        return self._figures | {"broken_files": broken}
+
+    def _time(self, began_s: float, ended_s: float, *, full: bool) -> None:
+        self._figures["seconds"] += ended_s - began_s
+        if full and self._last_full_s is not None:
+            self._figures["full_batch_seconds"] += ended_s - began_s
+            self._figures["full_batch_step_seconds"] += ended_s - self._last_full_s
+        self._last_full_s = ended_s if full else None
+
+    def _exchange(self, share: Share) -> None:
+        finished = self._history.take_finished()
+        share.put(finished)
+        self._figures["shared_rollouts"] += len(finished)
+        for record in share.take():
+            self._history.add(record)
+            self._figures["merged_rollouts"] += 1
+
+    def _fail(self, what: str) -> None:
+        if not self._figures["failures"]:
+            logger.exception("%s. Later failures are counted, not logged.", what)
+        self._figures["failures"] += 1
+
+
+def _settings(additional_config: Any) -> HistoryDrafter:
+    """Plain data from vLLM's side channel, which other plugins may use too."""
+    ours = additional_config.get("paceline", {}) if isinstance(additional_config, dict) else {}
+    return HistoryDrafter.model_validate(ours.get("drafter", {}))
+
+
+def _build(settings: HistoryDrafter, vllm_config: VllmConfig, vocabulary_size: int) -> History:
+    """Compile now, on an index that is thrown away, rather than in the first steps (numba, about five seconds)."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None and speculative.num_speculative_tokens is not None
+    max_rows = vllm_config.scheduler_config.max_num_seqs
+
+    def build(capacity_mb: float) -> History:
+        return History(
+            min_match=settings.min_match,
+            max_match=settings.max_match,
+            capacity_mb=capacity_mb,
+            max_rows=max_rows,
+            draft_length=speculative.num_speculative_tokens,
+            vocabulary_size=vocabulary_size,
+        )
+
+    trial = build(1.0)
+    row_ids = np.ones((max_rows, vllm_config.model_config.max_model_len), np.int32)
+    for num_rows in (1, 0):
+        trial.propose(np.ones(num_rows, np.int64), np.full(max_rows, 4, np.int32), row_ids)
+    for record in trial.take_finished():
+        trial.add(record)
+    return build(settings.capacity_mb)
