@@ -4,35 +4,27 @@
     small   3 M parameters, built in minutes: what RL trains in the demo and in the benches
     large   small, grown to 350 M parameters: the same function at a large model's cost
 
-A policy lives in `<cache root>/arena/<name>-<hash of its recipe>`, so a changed recipe can never find an older policy. It is built
-in a temporary sibling, under a lock, and moved into place when it is whole.
+A policy lives in `<cache root>/arena/<name>-<hash of its recipe>`, so a changed recipe can never find an older policy.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig
 
+from paceline.arena.cache import DEFAULT_CACHE_ROOT, Progress, build_once, write_checksum
 from paceline.arena.growth import grow
 from paceline.arena.shape import Shape
 from paceline.arena.task import TASK_VERSION
 from paceline.arena.tokenizer import make_tokenizer
 from paceline.arena.training import Schedule, train_policy
 
-DEFAULT_CACHE_ROOT = Path.home() / ".cache" / "paceline"
 RECIPE_FILE = "recipe.json"
-CHECKSUM_FILE = "model.safetensors.sha256"
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,21 +90,11 @@ def build(name: str, *, progress: Progress, cache_root: Path = DEFAULT_CACHE_ROO
         raise ValueError(f"policy.model: got arena:{name}; must be one of " + ", ".join(f"arena:{known}" for known in RECIPES))
     recipe = RECIPES[name]
     directory = cache_root / "arena" / f"{name}-{recipe_key(recipe)}"
-    if _is_whole(directory):
-        return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(directory.with_name(directory.name + ".lock"), lambda: progress(f"arena:{name}: another process is building it")):
-        if _is_whole(directory):  # it was built while we waited
-            return directory
-        if directory.exists():
-            progress(f"arena:{name}: {directory} is damaged; building it again")
-            shutil.rmtree(directory)
-        # A fixed name: what a killed build left behind is cleared by the next one, and the lock keeps builders apart.
-        temporary = directory.with_name(directory.name + ".building")
-        shutil.rmtree(temporary, ignore_errors=True)
+
+    def write(temporary: Path) -> None:
         _write(recipe, temporary, cache_root=cache_root, progress=lambda line: progress(f"arena:{name}: {line}"))
-        temporary.rename(directory)
-    return directory
+
+    return build_once(directory, write, name=f"arena:{name}", progress=progress)
 
 
 def _write(recipe: Recipe, directory: Path, *, cache_root: Path, progress: Progress) -> None:
@@ -132,7 +114,7 @@ def _write(recipe: Recipe, directory: Path, *, cache_root: Path, progress: Progr
             dtype=torch.bfloat16,
         )
     (directory / RECIPE_FILE).write_text(json.dumps(asdict(recipe), indent=2) + "\n", encoding="utf-8")
-    (directory / CHECKSUM_FILE).write_text(f"{_checksum(directory)}  model.safetensors\n", encoding="utf-8")
+    write_checksum(directory)
 
 
 def _write_trained(recipe: TrainedRecipe, directory: Path, progress: Progress) -> None:
@@ -144,28 +126,3 @@ def _write_trained(recipe: TrainedRecipe, directory: Path, progress: Progress) -
     )
     policy.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-def _is_whole(directory: Path) -> bool:
-    """Whether a finished build is there and its weights are as written: safetensors loads a flipped byte without a word."""
-    recorded = directory / CHECKSUM_FILE
-    if not recorded.is_file() or not (directory / "model.safetensors").is_file():
-        return False
-    return recorded.read_text(encoding="utf-8").split()[0] == _checksum(directory)
-
-
-def _checksum(directory: Path) -> str:
-    with (directory / "model.safetensors").open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def _lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold a file lock, which the system releases when its holder dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

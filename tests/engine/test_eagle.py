@@ -1,0 +1,120 @@
+"""Warm start on a real engine, and the drafter that comes out of it on another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from paceline.config import EagleDrafter, EngineConfig, FixedSelector, SpeculationConfig
+from paceline.draft.eagle import load
+from paceline.draft.unroll import Document, guess, make_pack
+from paceline.rollout.engine import VllmEngine
+from paceline.run.warmstart import WarmStart, default_taps, train_drafter
+from paceline.types import Prompt, RolloutRequest, Tokens
+from random_policy import END_TOKEN, VOCABULARY
+
+DRAFT_LENGTH = 4
+MAX_TOKENS = 40
+# What comes after the end decides over drafts that reach beyond it.
+BEYOND = MAX_TOKENS + DRAFT_LENGTH + 2
+
+
+def make_prompts(num: int, *, seed: int) -> list[Prompt]:
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(2, VOCABULARY, rng.integers(4, 12)).astype(np.int32) for _ in range(num)]
+    return [Prompt(id=str(i), text="", token_ids=token_ids, row={}) for i, token_ids in enumerate(ids)]
+
+
+@pytest.fixture(scope="module")
+def drafter_path(policy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("drafter") / "drafter"
+    recipe = WarmStart(train_tokens=40_000, rollout_tokens=8_000, heldout_tokens=1_000, max_tokens=60, max_num_seqs=64)
+    train_drafter(policy_path, iter(make_prompts(4_000, seed=0)), out, recipe, progress=print)
+    return out
+
+
+async def generate(
+    policy_path: Path, config: EngineConfig, prompts: Sequence[Tokens], max_tokens: int, speculation: SpeculationConfig | None
+) -> tuple[list[Tokens], dict[str, float]]:
+    engine = await VllmEngine.start("test", policy_path, config, seed=0, speculation=speculation)
+    try:
+        await engine.submit(
+            [
+                RolloutRequest(group_id=i, index=0, prompt_ids=ids, max_tokens=max_tokens, temperature=0.0)
+                for i, ids in enumerate(prompts)
+            ]
+        )
+        rollouts = []
+        while len(rollouts) < len(prompts):
+            rollouts += await engine.collect()
+        return [r.token_ids for r in sorted(rollouts, key=lambda r: r.group_id)], dict(await engine.metrics())
+    finally:
+        await engine.close()
+
+
+def drafted(drafter_path: Path, policy_path: Path, token_ids: Tokens, num_prompt: int) -> list[list[int]]:
+    """By anchor, what the unrolled drafter would put forward if everything before was accepted."""
+    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32).eval()
+    taps = default_taps(model.config.num_hidden_layers)
+    outputs: dict[int, torch.Tensor] = {}
+    for tap in taps:
+        module = model.model.layers[tap - 1] if tap else model.model.embed_tokens
+        module.register_forward_hook(lambda _module, _inputs, output, tap=tap: outputs.update({tap: output[0].detach()}))
+    with torch.no_grad():
+        last = model.model(input_ids=torch.from_numpy(token_ids).long()[None], use_cache=False).last_hidden_state[0]
+    document = Document(
+        token_ids=token_ids,
+        num_prompt_tokens=num_prompt,
+        taps=torch.stack([outputs[tap] for tap in taps], 1).numpy(),
+        last=last.numpy(),
+    )
+    drafter = load(drafter_path)
+    logits: list[torch.Tensor] = []
+    drafter.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output.detach()))
+    with torch.no_grad():
+        guess(drafter, make_pack([document], torch.device("cpu")), model.lm_head.weight.detach(), DRAFT_LENGTH)
+    return torch.stack([step.argmax(-1) for step in logits], 1).tolist()
+
+
+def replay(guesses: list[list[int]], response: Sequence[int]) -> tuple[int, int]:
+    """Verifications and accepted tokens of an engine that writes this response."""
+    verifications = accepted = anchor = 0
+    while anchor + 1 < MAX_TOKENS:  # the prefill gives the first token
+        run = 0
+        while run < DRAFT_LENGTH and guesses[anchor][run] == response[anchor + 1 + run]:
+            run += 1
+        verifications, accepted, anchor = verifications + 1, accepted + run, anchor + run + 1
+    return verifications, accepted
+
+
+def test_the_engine_drafts_what_training_unrolled_and_writes_what_it_writes_without(
+    policy_path: Path, drafter_path: Path, engine_config: EngineConfig, runner: asyncio.Runner
+) -> None:
+    """Positions, hidden states or tokens that differ by one from vLLM's would train a drafter for an engine that does not exist:
+    the count of accepted drafts would differ, while the output stays right."""
+    prompts = make_prompts(24, seed=1)
+    plain, _ = runner.run(generate(policy_path, engine_config, [prompt.token_ids for prompt in prompts], BEYOND, None))
+    endless = [(p.token_ids, ids) for p, ids in zip(prompts, plain, strict=True) if END_TOKEN not in ids]
+    assert len(endless) >= 8
+    speculation = SpeculationConfig(
+        drafter=EagleDrafter(path=str(drafter_path)),
+        max_draft_length=DRAFT_LENGTH,
+        selector=FixedSelector(draft_length=DRAFT_LENGTH),
+    )
+    written, metrics = runner.run(generate(policy_path, engine_config, [ids for ids, _ in endless], MAX_TOKENS, speculation))
+    for ids, (_, expected) in zip(written, endless, strict=True):
+        assert ids.tolist() == expected[:MAX_TOKENS].tolist()
+    verifications = accepted = 0
+    for prompt, response in endless:
+        guesses = drafted(drafter_path, policy_path, np.concatenate([prompt, response]), len(prompt))
+        counts = replay(guesses, response.tolist())
+        verifications, accepted = verifications + counts[0], accepted + counts[1]
+    assert accepted > 0.3 * verifications, "a drafter that never hits would hide a difference"
+    assert metrics["engine/drafted_tokens"] == pytest.approx(verifications * DRAFT_LENGTH, rel=0.02)
+    assert metrics["engine/accepted_tokens"] == pytest.approx(accepted, rel=0.02)

@@ -1,0 +1,172 @@
+"""Drafter training: packing, isolation, interruption, and the replay that predicts an engine's accepted length."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from drafter_cases import VOCABULARY, make_documents, make_drafter, make_head
+from paceline.draft.trainer import DrafterTrainer, Schedule, evaluate, expected_verifications
+from paceline.draft.unroll import Document, guess, make_pack
+
+CPU = torch.device("cpu")
+LENGTHS = [(3, 9), (1, 4), (6, 2), (2, 13), (4, 7)]
+SCHEDULE = Schedule(num_steps=4, tokens_per_step=25, pass_tokens=12, draft_length=4, warmup_steps=1, autocast=False)
+
+
+def gradients(packs: list[list[Document]]) -> tuple[float, dict[str, torch.Tensor]]:
+    drafter = make_drafter()
+    total = 0.0
+    for documents in packs:
+        guesses = guess(drafter, make_pack(documents, CPU), make_head(), 5)
+        guesses.loss.backward()
+        total += guesses.loss.item()
+    return total, {name: w.grad for name, w in drafter.named_parameters() if w.grad is not None}
+
+
+def test_packed_training_equals_unpacked_training() -> None:
+    """Documents that see one another in a pack learn from text that an engine never shows them."""
+    documents = make_documents(LENGTHS)
+    packed_loss, packed = gradients([documents])
+    alone_loss, alone = gradients([[document] for document in documents])
+    assert packed_loss == pytest.approx(alone_loss, rel=1e-5)
+    assert packed.keys() == alone.keys() and "fc.weight" in packed and "embed_tokens.weight" in packed
+    for name, gradient in packed.items():
+        torch.testing.assert_close(gradient, alone[name], rtol=1e-3, atol=1e-5)
+
+
+def test_no_gradient_crosses_from_one_document_to_another_or_to_the_policy() -> None:
+    first, second = make_documents([(3, 9), (2, 6)])
+    head_VD = make_head().requires_grad_()
+    pack = make_pack([first, second], CPU)
+    pack.taps_NKD.requires_grad_()
+    pack.last_AD.requires_grad_()
+    drafter = make_drafter()
+    guesses = guess(drafter, pack, head_VD, 4)
+    # The first document's part of the loss, by teaching only its anchors.
+    alone = make_pack([first], CPU)
+    num_first = len(alone.token_N)
+    pack.steps_A[len(alone.anchor_A) :] = 0
+    loss = guess(drafter, pack, head_VD, 4).loss
+    assert loss.item() < guesses.loss.item()
+    loss.backward()
+    assert pack.taps_NKD.grad is not None
+    assert pack.taps_NKD.grad[:num_first].abs().sum() > 0
+    assert torch.count_nonzero(pack.taps_NKD.grad[num_first:]) == 0
+    assert pack.last_AD.grad is None and head_VD.grad is None, "the teacher is not taught"
+    assert all(weight.grad is None for name, weight in drafter.named_parameters() if name.startswith("verifier_"))
+
+
+def weights_after(stops: random.Random | None) -> dict[str, torch.Tensor]:
+    trainer = DrafterTrainer(make_drafter(), make_head(), SCHEDULE)
+    for seed in range(2):
+        trainer.submit(make_documents(LENGTHS, seed=seed))
+        while not trainer.run(lambda: stops is not None and stops.random() < 0.6):
+            pass
+    assert trainer.num_steps == 4
+    return {name: weight.detach().clone() for name, weight in trainer.drafter.state_dict().items()}
+
+
+def test_training_that_was_stopped_again_and_again_ends_at_the_same_parameters() -> None:
+    """A worker that is recalled must not lose the micro-batches of a half-made step, nor count them twice."""
+    whole = weights_after(None)
+    interrupted = weights_after(random.Random(0))
+    for name, weight in whole.items():
+        assert torch.equal(weight.nan_to_num(), interrupted[name].nan_to_num()), name
+
+
+def test_training_goes_on_from_a_saved_state() -> None:
+    """Momentum that is forgotten at every lease would make each of them start with a jump."""
+    whole = weights_after(None)
+    first = DrafterTrainer(make_drafter(), make_head(), SCHEDULE)
+    first.submit(make_documents(LENGTHS, seed=0))
+    assert first.run(lambda: False)
+    second = DrafterTrainer(make_drafter(seed=9), make_head(), SCHEDULE)
+    second.load_state_dict(first.state_dict())
+    second.submit(make_documents(LENGTHS, seed=1))
+    assert second.run(lambda: False)
+    for name, weight in second.drafter.state_dict().items():
+        assert torch.equal(weight.nan_to_num(), whole[name].nan_to_num()), name
+
+
+def test_stopping_is_asked_before_every_micro_batch() -> None:
+    trainer = DrafterTrainer(make_drafter(), make_head(), SCHEDULE)
+    trainer.submit(make_documents(LENGTHS))
+    assert not trainer.run(lambda: True)
+    assert trainer.num_tokens == 0
+    answers = iter([False, True])
+    assert not trainer.run(lambda: next(answers))
+    assert 0 < trainer.num_tokens <= SCHEDULE.pass_tokens
+
+
+def test_the_micro_batches_of_a_step_add_up_to_its_mean() -> None:
+    """A mean of means would weigh a pass of one long document like one of many short ones."""
+    results = []
+    for pass_tokens in (12, 10_000):
+        schedule = Schedule(num_steps=None, tokens_per_step=10_000, pass_tokens=pass_tokens, warmup_steps=1, autocast=False)
+        trainer = DrafterTrainer(make_drafter(), make_head(), schedule)
+        trainer.submit(make_documents(LENGTHS))
+        assert trainer.run(lambda: False) and trainer.num_steps == 1
+        results.append(trainer.drafter.lm_head.weight.detach())
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    trainer = DrafterTrainer(make_drafter(), make_head(), SCHEDULE)
+    documents = make_documents(LENGTHS)
+    documents[0].taps[0, 0, 0] = np.inf
+    before = trainer.drafter.fc.weight.detach().clone()
+    trainer.submit(documents)
+    trainer.run(lambda: False)
+    assert trainer.num_skipped >= 1
+    assert torch.isfinite(trainer.drafter.fc.weight).all()
+    assert trainer.num_skipped == trainer.num_steps or not torch.equal(before, trainer.drafter.fc.weight)
+
+
+def test_training_teaches() -> None:
+    """The teacher's distribution depends on the previous token alone: a drafter must find that."""
+    rng = np.random.default_rng(0)
+    head_VD = make_head()
+    states = rng.standard_normal((VOCABULARY, head_VD.shape[1]), np.float32) * 4
+    documents = []
+    for document in make_documents([(2, 30)] * 8):
+        documents.append(
+            Document(
+                token_ids=document.token_ids,
+                num_prompt_tokens=2,
+                taps=document.taps,
+                last=states[document.token_ids],
+            )
+        )
+    schedule = Schedule(num_steps=60, tokens_per_step=256, draft_length=3, warmup_steps=2, autocast=False)
+    trainer = DrafterTrainer(make_drafter(), head_VD, schedule)
+    before = evaluate(trainer.drafter, documents, head_VD, draft_length=3)
+    for _ in range(60):
+        trainer.submit(documents)
+        trainer.run(lambda: False)
+    after = evaluate(trainer.drafter, documents, head_VD, draft_length=3)
+    assert max(before.overlap) < 0.3 and min(after.overlap) > 0.9
+
+
+def test_expected_verifications_equals_a_replay_with_dice() -> None:
+    """The accepted length that training reports is what an engine is chosen by."""
+    rng = np.random.default_rng(0)
+    accept_AJ = rng.uniform(0.3, 1.0, (12, 3)).astype(np.float32)
+    count, repeats = 0, 20_000
+    for _ in range(repeats):
+        anchor = 0
+        while anchor < len(accept_AJ):
+            count += 1
+            accepted = 0
+            while accepted < 3 and rng.random() < accept_AJ[anchor, accepted]:
+                accepted += 1
+            anchor += accepted + 1
+    assert expected_verifications(accept_AJ) == pytest.approx(count / repeats, rel=0.01)
+
+
+def test_a_perfect_drafter_needs_one_verification_for_each_draft_and_its_bonus() -> None:
+    assert expected_verifications(np.ones((12, 3), np.float32)) == pytest.approx(3.0)
+    assert expected_verifications(np.zeros((12, 3), np.float32)) == pytest.approx(12.0)
