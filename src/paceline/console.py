@@ -135,6 +135,8 @@ def _outcome(metrics: Mapping[str, float]) -> str:
         parts.append(f"length {metrics['rollout/length_mean']:.0f} mean, {metrics['rollout/length_max']:.0f} max")
     if "rollout/tokens_per_s" in metrics:
         parts.append(f"{metrics['rollout/tokens_per_s']:,.0f} tokens/s")
+    if "rollout/accepted_length" in metrics:
+        parts.append(f"accepted length {metrics['rollout/accepted_length']:.2f}")
     return "  ".join(parts)
 
 

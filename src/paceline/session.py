@@ -16,9 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
+from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
 from paceline.arena.problems import arena_task
-from paceline.config import ArenaData, Config
+from paceline.config import ArenaData, Config, EagleDrafter
 from paceline.console import ConsoleSink
 from paceline.evidence.measure import environment
 from paceline.metrics import JsonlSink, Recorder, Sink, WandbSink
@@ -29,6 +30,7 @@ from paceline.run.task import Task, Tokenizer, load_task, scorer
 def run(config: Config, *, cache_root: Path, progress: Callable[[str], None]) -> Path:
     """Train as the config says; returns the run directory. Ctrl-C and SIGTERM end every process before this returns."""
     model_path = resolve(config.policy.model, cache_root=cache_root, progress=progress)
+    config = with_drafter(config, cache_root=cache_root, progress=progress)
     tokenizer = load_tokenizer(model_path)
     task = make_task(config, tokenizer)
     check_lengths(config, task)
@@ -66,6 +68,16 @@ async def _run(config: Config, model_path: Path, task: Task, tokenizer: Tokenize
             score=scorer(task.reward, tokenizer),
         )
         await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"))
+
+
+def with_drafter(config: Config, *, cache_root: Path, progress: Callable[[str], None]) -> Config:
+    """The config with the drafter's path spelled out, where it says `arena`; that drafter is trained if it is not there yet."""
+    speculation = config.speculation
+    if speculation is None or not isinstance(speculation.drafter, EagleDrafter):
+        return config
+    path = resolve_drafter(speculation.drafter.path, config.policy.model, cache_root=cache_root, progress=progress)
+    drafter = speculation.drafter.model_copy(update={"path": str(path)})
+    return config.model_copy(update={"speculation": speculation.model_copy(update={"drafter": drafter})})
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:

@@ -88,6 +88,8 @@ class Rollout:
     started_s: float
     """Seconds on the machine-wide monotonic clock."""
     finished_s: float
+    num_verifications: int = 0
+    """Engine steps in which the policy had a draft of this rollout to verify."""
     num_drafted: int = 0
     num_accepted: int = 0
 

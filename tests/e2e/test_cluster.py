@@ -51,11 +51,14 @@ def wait_until(condition, seconds: float) -> bool:
 
 
 def test_killed_engine_costs_no_group_and_no_process(tmp_path):
-    """SIGKILL of one of two engines in mid-rollout: every group still arrives once, on a policy that both ends agree on."""
+    """SIGKILL of one of two engines in mid-rollout: every group still arrives once, on a policy that both ends agree on.
+
+    The engines speculate, so that a fault which only drafts bring out has the whole loop to show in.
+    """
     import numpy as np
 
     model = make_policy(tmp_path / "model")
-    config = load_config(None, SMALL)
+    config = load_config(None, [*SMALL, "speculation.drafter.kind=history", "speculation.max_draft_length=3"])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
     prompts = [
         Prompt(id=f"p{i}", text="", token_ids=np.random.default_rng(i).integers(2, 90, 12).astype(np.int32), row={})
@@ -103,6 +106,7 @@ def test_killed_engine_costs_no_group_and_no_process(tmp_path):
     assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3]
     # A policy that did not arrive would show here: every update moves log-probabilities by far more.
     assert all(record["metrics"]["mismatch/k3"] < 1e-2 for record in records["step"])
+    assert all(record["metrics"]["rollout/num_drafted"] > 0 for record in records["step"])
     assert (tmp_path / "policy" / "step-3" / "model.safetensors").is_file()
 
 

@@ -12,36 +12,48 @@ from paceline.rollout import compat, plugin
 pytest.importorskip("vllm", reason="asks the installed vLLM")
 
 
-def right_expand(
-    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-) -> torch.Tensor:
-    """What vLLM's expand_batch_to_tokens promises."""
-    lengths = torch.diff(cu_num_tokens, prepend=torch.zeros(1, dtype=cu_num_tokens.dtype))
-    return torch.where(x == replace_from, torch.tensor(float(replace_to)), x).repeat_interleave(lengths)
-
-
-def test_probe_sees_the_fault_of_the_cpu_sampler() -> None:
-    """Fails once vLLM issue 55005 is fixed: then the refusal (and the shim, if there is one) can go."""
+@pytest.fixture
+def stock_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own function, put back afterwards whatever the test does to it."""
     from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
 
     if not current_platform.is_cpu():
         pytest.skip("the fault is in the CPU backend")
+    assert rejection_sampler.expand_batch_to_tokens.__module__ == rejection_sampler.__name__, "an earlier test left the shim in"
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", rejection_sampler.expand_batch_to_tokens)
+
+
+@pytest.mark.usefixtures("stock_sampler")
+def test_probe_sees_the_fault_of_the_cpu_sampler() -> None:
+    """Fails once vLLM issue 55005 is fixed: then the refusal and the shim can go."""
     assert not compat.sampler_is_sound()
 
 
-def test_probe_accepts_a_right_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe that always says no would forbid speculation for ever."""
-    monkeypatch.setattr("vllm.v1.sample.rejection_sampler.expand_batch_to_tokens", right_expand)
+@pytest.mark.usefixtures("stock_sampler")
+def test_shim_mends_the_sampler_and_then_leaves_it_alone() -> None:
+    """A shim that is put in twice, or over a sound function, would outlive its reason."""
+    assert compat.mend_sampler()
     assert compat.sampler_is_sound()
-    compat.refuse_unsound_speculation({"method": "ngram"})
+    assert not compat.mend_sampler()
 
 
-def test_speculation_is_refused_while_the_sampler_is_unsound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples from a wrong distribution would train the policy on something that it did not say."""
+@pytest.mark.usefixtures("stock_sampler")
+def test_shim_fails_loudly_when_its_target_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replaced function that vLLM no longer calls would leave the fault in and the warning out."""
     monkeypatch.setattr(compat, "sampler_is_sound", lambda: False)
-    compat.refuse_unsound_speculation(None)
-    with pytest.raises(ValueError, match="55005"):
-        compat.refuse_unsound_speculation({"method": "ngram"})
+    with pytest.raises(RuntimeError, match="expand_batch_to_tokens"):
+        compat.mend_sampler()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_shim_replaces_greedy_temperature_only(dtype: torch.dtype) -> None:
+    """Temperature 0 becomes 1 before the division; top_k comes as integers and keeps its values."""
+    x = torch.tensor([0, 3, 2], dtype=dtype)
+    ends = torch.tensor([1, 4, 4], dtype=torch.int32)
+    expanded = compat._expand_batch_to_tokens(x, ends, 4, replace_from=0, replace_to=1)
+    assert expanded.dtype == dtype
+    assert expanded.tolist() == [1, 3, 3, 3]
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.32.1rc1+cpu"])

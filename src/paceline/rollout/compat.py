@@ -1,4 +1,4 @@
-"""What this vLLM can do, asked of the vLLM that is installed rather than remembered.
+"""What this vLLM can do, asked of the vLLM that is installed rather than remembered, and the one shim.
 
 Two facts of the CPU backend matter:
 
@@ -6,13 +6,18 @@ Two facts of the CPU backend matter:
   initialised in that process. `initialise_amx` is harmless everywhere else.
 * Under speculation, vLLM 0.32 and before take per-token temperature, top_k and top_p from uninitialised memory (vLLM issue
   55005): what is sampled at a temperature above 0 is wrong, while greedy output is right. `sampler_is_sound` asks the function at
-  fault, and an engine refuses to speculate while the answer is no.
+  fault; `mend_sampler` replaces it where, and only where, the answer is no.
+
+The shim goes when no supported vLLM needs it: `test_probe_sees_the_fault_of_the_cpu_sampler` fails on the first that does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 OLDEST = (0, 30)
 NEWEST = (0, 32)
@@ -46,7 +51,9 @@ def sampler_is_sound() -> bool:
 
     # The fault is in the CPU's replacement of a Triton kernel, which vLLM installs in its workers only.
     if current_platform.is_cpu() and not isinstance(rejection_sampler.expand_kernel, KernelOverride):
-        current_platform.register_triton_kernel_overrides()
+        with warnings.catch_warnings():  # it looks at every attribute of every module, deprecated ones too
+            warnings.simplefilter("ignore")
+            current_platform.register_triton_kernel_overrides()
     device = current_platform.device_type
     temperature_B = torch.tensor([0.6, 1.3, 2.5], device=device)
     ends_B = torch.tensor([2, 5, 6], dtype=torch.int32, device=device)
@@ -56,10 +63,28 @@ def sampler_is_sound() -> bool:
     return torch.equal(rejection_sampler.expand_batch_to_tokens(temperature_B, ends_B, 6).cpu(), expected_T)
 
 
-def refuse_unsound_speculation(speculative_config: Mapping[str, Any] | None) -> None:
-    """Raise when speculation is asked for and this vLLM's sampler would draw from a wrong distribution."""
-    if speculative_config is not None and not sampler_is_sound():
-        raise ValueError(
-            f"speculative_config: got {dict(speculative_config)}; must be None because this vLLM draws from a wrong distribution "
-            "under speculation on the CPU (vLLM issue 55005); run without speculation, or on a GPU"
-        )
+def mend_sampler() -> bool:
+    """Replace the one function at fault, if this vLLM has the fault; True when it did. Runs in every vLLM process at its start."""
+    from vllm.platforms import current_platform
+
+    # Only the CPU has the fault, and asking would initialise CUDA in processes that vLLM is going to fork.
+    if not current_platform.is_cpu() or sampler_is_sound():
+        return False
+    from vllm.logger import init_logger
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+    if not sampler_is_sound():
+        raise RuntimeError("vLLM's rejection sampler no longer uses expand_batch_to_tokens as it did; speculation would be wrong")
+    init_logger("vllm.plugins.paceline").warning(
+        "replaced expand_batch_to_tokens, which reads uninitialised memory on the CPU (vLLM issue 55005)"
+    )
+    return True
+
+
+def _expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """[a, b] with ends [2, 5] becomes [a, a, b, b, b]."""
+    lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(lengths, output_size=num_tokens)

@@ -17,6 +17,8 @@ import asyncio
 import json
 import multiprocessing
 import os
+import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
@@ -27,8 +29,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import psutil
 
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, SpeculationConfig
 from paceline.rollout import compat
+from paceline.rollout.sampler import refuse_lossy
+from paceline.rollout.speculation import Speculation, check_drafter, scheduler_class, speculative_config
 from paceline.types import EngineLostError, PacelineError, Receipt, Rollout, RolloutRequest
 
 if TYPE_CHECKING:
@@ -74,15 +78,34 @@ class VllmEngine:
 
     @classmethod
     async def start(
-        cls, name: str, model_path: str | Path, config: EngineConfig, *, seed: int, cpus: Sequence[int] | None = None
+        cls,
+        name: str,
+        model_path: str | Path,
+        config: EngineConfig,
+        *,
+        seed: int,
+        cpus: Sequence[int] | None = None,
+        speculation: SpeculationConfig | None = None,
+        trace: Path | None = None,
+        stock_sampler: bool = False,
     ) -> VllmEngine:
-        """Start vLLM's processes and wait until they can generate. `cpus` pins the workers' threads; None leaves them free."""
+        """Start vLLM's processes and wait until they can generate.
+
+        `cpus` pins the workers' threads; None leaves them free. `trace` gets a JSON line for every step of a speculating engine.
+        `stock_sampler` leaves vLLM's sampler as it is even where it is known to be wrong, to show that certify finds it.
+        """
         path = Path(model_path)
         stop_token_ids = end_tokens(path)
-        counters = _Counters()
+        figures = None
+        if speculation is not None:
+            check_drafter(speculation, path, config)
+            figures = Path(tempfile.gettempdir(), f"paceline-figures-{secrets.token_hex(8)}.json")
+        counters = _Counters(figures)
+        how = None if speculation is None else Speculation(speculation, trace, figures)
         strangers = {child.pid for child in multiprocessing.active_children()}
+        building = asyncio.to_thread(_build, path, config, seed, cpus, counters, how, stock_sampler)
         try:
-            llm = await asyncio.wait_for(asyncio.to_thread(_build, path, config, seed, cpus, counters), config.start_deadline_s)
+            llm = await asyncio.wait_for(building, config.start_deadline_s)
         except TimeoutError:
             _kill(_descendants(strangers))
             raise EngineLostError(name, f"did not start within {config.start_deadline_s:.0f} s") from None
@@ -93,6 +116,11 @@ class VllmEngine:
             pids = {pid for pair in await engine.rpc("paceline_processes") for pid in pair}
             engine._processes = [psutil.Process(pid) for pid in sorted(pids)]
             await engine._label(0)
+            if speculation is not None and not stock_sampler and not all(await engine.rpc("sampler_is_sound")):
+                raise PacelineError(
+                    f"engine {name}: its sampler draws from a wrong distribution under speculation (vLLM issue 55005), because "
+                    "vLLM did not load the plugin paceline_sampler that mends it; add it to VLLM_PLUGINS or unset that"
+                )
         except BaseException:
             await engine.close()
             raise
@@ -182,6 +210,7 @@ class VllmEngine:
         with suppress(TimeoutError):  # what is left of it is killed next
             await asyncio.wait_for(asyncio.to_thread(llm.shutdown, _CLOSE_DEADLINE_S / 2), _CLOSE_DEADLINE_S)
         await asyncio.to_thread(_kill, self._processes)
+        self._counters.close()
 
     async def _label(self, version: int) -> None:
         await self._call("update_weight_version", self._llm.update_weight_version(str(version)))
@@ -239,7 +268,8 @@ class VllmEngine:
 class _Counters:
     """vLLM's statistics of each step, summed. Given to vLLM as its stat logger: it sees tokens that FINAL_ONLY hides from us."""
 
-    def __init__(self) -> None:
+    def __init__(self, figures: Path | None) -> None:
+        self._figures = figures
         self._heard_s = time.monotonic()
         self._totals = dict.fromkeys(("generated_tokens", "preemptions", "drafted_tokens", "accepted_tokens"), 0.0)
         self._now = dict.fromkeys(("running_requests", "waiting_requests", "kv_usage"), 0.0)
@@ -252,7 +282,11 @@ class _Counters:
         return time.monotonic() - self._heard_s
 
     def read(self) -> dict[str, float]:
-        return {f"engine/{key}": value for key, value in (self._totals | self._now).items()}
+        figures = {f"engine/{key}": value for key, value in (self._totals | self._now).items()}
+        if self._figures is not None and self._figures.is_file():
+            believed = json.loads(self._figures.read_text(encoding="utf-8"))
+            figures |= {f"selector/{key}": value for key, value in believed.items()}
+        return figures
 
     def record(
         self,
@@ -274,6 +308,10 @@ class _Counters:
                 self._totals["drafted_tokens"] += scheduler_stats.spec_decoding_stats.num_draft_tokens
                 self._totals["accepted_tokens"] += scheduler_stats.spec_decoding_stats.num_accepted_tokens
 
+    def close(self) -> None:
+        if self._figures is not None:
+            self._figures.unlink(missing_ok=True)
+
     def log(self) -> None:
         """vLLM asks for a log line; the numbers leave through `read` instead."""
 
@@ -292,6 +330,7 @@ def _rollout(engine: str, request: RolloutRequest, output: RequestOutput, starte
         raise PacelineError(f"vLLM ended it with {completion.finish_reason!r}")
     assert isinstance(completion.logprobs, FlatLogprobs)
     assert completion.weight_versions, "vLLM labels every token with the version set by _label"
+    drafts = completion.spec_decode_metrics
     return Rollout(
         group_id=request.group_id,
         index=request.index,
@@ -304,27 +343,40 @@ def _rollout(engine: str, request: RolloutRequest, output: RequestOutput, starte
         engine=engine,
         started_s=started_s,
         finished_s=time.monotonic(),
+        num_verifications=sum(drafts.histogram) if drafts is not None else 0,
+        num_drafted=drafts.num_draft_tokens if drafts is not None else 0,
+        num_accepted=sum(count * num for count, num in enumerate(drafts.histogram)) if drafts is not None else 0,
     )
 
 
-def _build(path: Path, config: EngineConfig, seed: int, cpus: Sequence[int] | None, counters: _Counters) -> AsyncLLM:
+def _build(
+    path: Path,
+    config: EngineConfig,
+    seed: int,
+    cpus: Sequence[int] | None,
+    counters: _Counters,
+    speculation: Speculation | None,
+    stock_sampler: bool,
+) -> AsyncLLM:
     """Blocks until EngineCore is ready; runs in a thread, so that the deadline can be kept."""
     with _START_LOCK:
         set_environment(config, cpus)
+        if stock_sampler:
+            os.environ["VLLM_PLUGINS"] = "paceline"  # and not paceline_sampler
         import vllm
         from vllm.v1.engine.async_llm import AsyncLLM
 
         compat.check_version(vllm.__version__)
-        compat.refuse_unsound_speculation(None)
-        return AsyncLLM.from_engine_args(engine_args(path, config, seed), stat_loggers=[cast("Any", lambda *_: counters)])
+        args = engine_args(path, config, seed, speculation)
+        return AsyncLLM.from_engine_args(args, stat_loggers=[cast("Any", lambda *_: counters)])
 
 
-def engine_args(model_path: Path, config: EngineConfig, seed: int) -> AsyncEngineArgs:
+def engine_args(model_path: Path, config: EngineConfig, seed: int, speculation: Speculation | None = None) -> AsyncEngineArgs:
     """The settings of the engine in vLLM's own words."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     cpu = _on_cpu()
-    return AsyncEngineArgs(
+    args = AsyncEngineArgs(
         model=str(model_path),
         skip_tokenizer_init=True,  # token ids in, token ids out
         dtype=config.dtype,
@@ -346,6 +398,13 @@ def engine_args(model_path: Path, config: EngineConfig, seed: int) -> AsyncEngin
         worker_extension_cls="paceline.rollout.worker.WorkerExtension",
         disable_log_stats=True,  # vLLM's own loggers; ours stays
     )
+    if speculation is not None:
+        args.speculative_config = speculative_config(speculation.config, config)
+        refuse_lossy(args.speculative_config)
+        args.scheduler_cls = scheduler_class(speculation.config, cpu=cpu)
+        args.additional_config = {"paceline": speculation.scheduler_settings()}
+        args.per_request_spec_decode_metrics = "summary"
+    return args
 
 
 def sampling_params(request: RolloutRequest, stop_token_ids: Sequence[int]) -> SamplingParams:
@@ -371,8 +430,10 @@ def _on_cpu() -> bool:
     return current_platform.is_cpu()
 
 
-def set_environment(config: EngineConfig, cpus: Sequence[int] | None) -> None:
+def set_environment(config: EngineConfig, cpus: Sequence[int] | None, *, core_in_process: bool = False) -> None:
     """For vLLM's processes, which inherit it; vLLM reads some of it when it is imported."""
+    if core_in_process:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["DO_NOT_TRACK"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"

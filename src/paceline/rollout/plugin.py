@@ -1,4 +1,7 @@
-"""Entry point `vllm.general_plugins`: vLLM calls `register` in every process that it starts, ours or not."""
+"""Entry points `vllm.general_plugins`: vLLM calls them in every process that it starts, ours or not.
+
+Two, because vLLM's own VLLM_PLUGINS can leave one out: `VLLM_PLUGINS=paceline` is the stock sampler, which certify must find wrong.
+"""
 
 from __future__ import annotations
 
@@ -22,3 +25,8 @@ def register() -> None:
         # vLLM may load plugins more than once in a process, and its factory refuses a name that it knows.
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, _TRANSFER, class_name)
+
+
+def mend() -> None:
+    """Make speculation sound where this vLLM's sampler is not."""
+    compat.mend_sampler()

@@ -30,7 +30,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.config import Config, EngineConfig, LearnerConfig, ObjectiveConfig
+from paceline.config import Config, EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
 from paceline.policy.learner import FsdpLearner
 from paceline.rollout.transfer import Push, ShmSender, mismatched, take_part
 from paceline.run import reaper
@@ -48,11 +48,19 @@ _ABANDON_DEADLINE_S = 1.0
 class EngineActor:
     """A process with one engine in it."""
 
-    async def start(self, name: str, model_path: str, config: EngineConfig, seed: int, cpus: Sequence[int] | None) -> int:
+    async def start(
+        self,
+        name: str,
+        model_path: str,
+        config: EngineConfig,
+        seed: int,
+        cpus: Sequence[int] | None,
+        speculation: SpeculationConfig | None,
+    ) -> int:
         """Returns the process id, so that a test can kill it."""
         from paceline.rollout.engine import VllmEngine
 
-        self._engine = await VllmEngine.start(name, model_path, config, seed=seed, cpus=cpus)
+        self._engine = await VllmEngine.start(name, model_path, config, seed=seed, cpus=cpus, speculation=speculation)
         self._collecting: asyncio.Task[Sequence[Rollout]] | None = None
         return os.getpid()
 
@@ -180,8 +188,10 @@ class RemoteEngine:
         self.pid = 0
         self._config = config
 
-    async def start(self, model_path: str, seed: int, cpus: Sequence[int] | None) -> None:
-        starting = self.actor.start.remote(self.name, model_path, self._config, seed, cpus)
+    async def start(
+        self, model_path: str, seed: int, cpus: Sequence[int] | None, speculation: SpeculationConfig | None = None
+    ) -> None:
+        starting = self.actor.start.remote(self.name, model_path, self._config, seed, cpus, speculation)
         self.pid = await self._answer("start", starting, self._config.start_deadline_s + self._config.call_deadline_s)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
@@ -405,7 +415,12 @@ async def _start_actors(config: Config, model_path: Path, engines: Sequence[Remo
     cores = sorted(os.sched_getaffinity(0))
     gpu = torch.cuda.is_available()
     starting = [
-        engine.start(str(model_path), config.run.seed * 1000 + index, None if gpu else _share(cores, index, len(engines)))
+        engine.start(
+            str(model_path),
+            config.run.seed * 1000 + index,
+            None if gpu else _share(cores, index, len(engines)),
+            config.speculation,
+        )
         for index, engine in enumerate(engines)
     ]
     wire_dtype = getattr(torch, config.rollout.engine.dtype)

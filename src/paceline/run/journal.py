@@ -79,6 +79,11 @@ class Journal:
         add("rollout/policy_lag", Mean.of([policy_version - rollout.policy_version for rollout in rollouts]))
         add("rollout/makespan_s", Sum(end_s - begin_s))
         add("rollout/tokens_per_s", Mean(sum(lengths), end_s - begin_s))
+        if verifications := sum(rollout.num_verifications for rollout in rollouts):
+            accepted = sum(rollout.num_accepted for rollout in rollouts)
+            add("rollout/accepted_length", Mean(verifications + accepted, verifications))
+            add("rollout/num_drafted", Sum(sum(rollout.num_drafted for rollout in rollouts)))
+            add("rollout/num_accepted", Sum(accepted))
 
     def receipts(self, receipts: Sequence[Receipt], version: int) -> None:
         self.metrics.add("sync/version", Max(version))

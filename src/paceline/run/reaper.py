@@ -1,8 +1,8 @@
 """A process that outlives the driver by a moment: when the driver is gone, it ends what the driver's Ray has left.
 
 A Ray that was started by a driver mostly dies with it, but its agents linger when the driver was killed. Every process of a run
-inherits a mark in its environment, wherever it moves, so that nobody else's processes are touched. A process that sets its title may
-wipe the mark, as Ray's agents do; it is known as the child of one that has it, and noted while that one lives.
+inherits a mark in its environment, wherever it moves, so that nobody else's processes are touched. A process that sets its title
+may wipe the mark, as Ray's agents do; it is known as the child of one that has it, and noted while that one lives.
 
     python -m paceline.run.reaper MARK      waits for the end of its standard input, which is a pipe from the driver
 """

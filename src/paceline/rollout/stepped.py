@@ -1,0 +1,202 @@
+"""vLLM's engine stepped by hand in a process of its own, with its scheduler within reach: what the speculation benches drive.
+
+    SteppedEngine.run(requests, selector) ──pipe──▶ child: vllm.LLM without EngineCore process ── worker
+
+Several such engines stand beside each other and take turns, so that arms can be interleaved; between two batches another selector
+is put into the same scheduler, so that arms differ in nothing else. Offline only: no deadline, no streaming.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
+from paceline.rollout.engine import end_tokens, engine_args, sampling_params, set_environment
+from paceline.rollout.speculation import Speculation
+from paceline.strategy.cost import Step
+from paceline.types import PacelineError, RolloutRequest
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from paceline.rollout.scheduler import AdaptiveScheduler
+    from paceline.strategy.select import Selector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one batch of requests did."""
+
+    seconds: float
+    finished_s: list[float]
+    """When each request finished, counted from the start, in the order of the requests."""
+    token_ids: list[list[int]]
+    step_s: list[tuple[int, float]]
+    """Requests in flight and seconds of every engine step, as this side of the engine sees them."""
+    steps: list[Step]
+    """The same as the scheduler sees them; empty for an engine without speculation."""
+    figures: dict[str, float]
+    """What the selector believed in the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    requests: Sequence[RolloutRequest]
+    selector: SelectorConfig | None
+    """None for an engine without speculation."""
+    name: str
+    to_the_end: bool
+
+
+class SteppedEngine:
+    """One vLLM in a child process. Starting returns at once; the first call waits until the engine is ready."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: EngineConfig,
+        *,
+        seed: int,
+        cpus: Sequence[int] | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, model_path, config, seed, cpus, speculation), daemon=False)
+        self._process.start()
+        theirs.close()
+
+    def wait(self) -> None:
+        """Until it can generate."""
+        assert self._answer() == "ready"
+
+    def run(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        selector: SelectorConfig | None = None,
+        name: str = "",
+        to_the_end: bool = False,
+    ) -> Batch:
+        """Generate the batch; `selector` is built on the first use of `name` and kept, with what it learns, for later batches.
+
+        `to_the_end`: every request runs to its max_tokens, whatever it samples, so that all arms do the same work.
+        """
+        self._pipe.send(_Order(requests=requests, selector=selector, name=name, to_the_end=to_the_end))
+        return self._answer()
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _answer(self) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            raise PacelineError("the engine's process ended; its last words are above") from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def _serve(
+    pipe: Connection,
+    model_path: Path,
+    config: EngineConfig,
+    seed: int,
+    cpus: Sequence[int] | None,
+    speculation: SpeculationConfig | None,
+) -> None:
+    set_environment(config, cpus, core_in_process=True)
+    from vllm import LLM, EngineArgs
+
+    how = None if speculation is None else Speculation(speculation)
+    settings = engine_args(model_path, config, seed, how)
+    settings.worker_extension_cls = ""
+    settings.weight_transfer_config = None
+    llm = LLM(**{field.name: getattr(settings, field.name) for field in fields(EngineArgs)})
+    pipe.send("ready")
+    selectors: dict[str, Selector] = {}
+    stop_token_ids = end_tokens(model_path)
+    while (order := pipe.recv()) is not None:
+        try:
+            pipe.send(_run(llm, order, selectors, stop_token_ids))
+        except Exception as error:  # noqa: BLE001  it is the caller's to handle
+            pipe.send(PacelineError(f"engine: {error!r}"))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _run(llm: LLM, order: _Order, selectors: dict[str, Selector], stop_token_ids: Sequence[int]) -> Batch:
+    from vllm.inputs.engine import tokens_input
+
+    recording = _install(_scheduler(llm), order, selectors) if order.selector is not None else None
+    engine = llm.llm_engine
+    for number, request in enumerate(order.requests):
+        params = sampling_params(request, [] if order.to_the_end else stop_token_ids)
+        params.ignore_eos = order.to_the_end
+        engine.add_request(str(number), tokens_input(request.prompt_ids.tolist()), params)
+    finished_s = [0.0] * len(order.requests)
+    token_ids: list[list[int]] = [[] for _ in order.requests]
+    step_s: list[tuple[int, float]] = []
+    began_s = now_s = time.perf_counter()
+    while in_flight := engine.get_num_unfinished_requests():
+        outputs = engine.step()
+        before_s, now_s = now_s, time.perf_counter()
+        step_s.append((in_flight, now_s - before_s))
+        for output in outputs:
+            number = int(output.request_id)
+            finished_s[number] = now_s - began_s
+            token_ids[number] = list(output.outputs[0].token_ids)
+    return Batch(
+        seconds=max(finished_s),
+        step_s=step_s,
+        finished_s=finished_s,
+        token_ids=token_ids,
+        steps=recording.steps if recording is not None else [],
+        figures=dict(recording.inner.figures()) if recording is not None else {},
+    )
+
+
+def _scheduler(llm: LLM) -> AdaptiveScheduler:
+    return llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+
+
+class _Recording:
+    """A selector that keeps the steps which it is shown."""
+
+    def __init__(self, inner: Selector) -> None:
+        self.inner = inner
+        self.steps: list[Step] = []
+
+    def choose(self, num_requests: int, context_tokens: int) -> int:
+        return self.inner.choose(num_requests, context_tokens)
+
+    def observe(self, step: Step) -> None:
+        self.steps.append(step)
+        self.inner.observe(step)
+
+    def figures(self) -> dict[str, float]:
+        return dict(self.inner.figures())
+
+
+def _install(scheduler: AdaptiveScheduler, order: _Order, selectors: dict[str, Selector]) -> _Recording:
+    from paceline.strategy.select import build_selector
+
+    assert order.selector is not None
+    if order.name not in selectors:
+        selectors[order.name] = build_selector(
+            order.selector, max_draft_length=scheduler.num_spec_tokens, max_num_requests=scheduler.max_num_running_reqs
+        )
+    recording = _Recording(selectors[order.name])
+    scheduler.selector = recording
+    return recording

@@ -1,0 +1,97 @@
+"""certify over the real vLLM: its sampler and engine pass with the shim, and fail as they come on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.config import Config
+from paceline.evidence.certificate import write_certificate
+from paceline.evidence.certify import Effort, certify
+from paceline.evidence.lossless import DEVIATIONS, Cell, Sampler, SamplerFault, examine, plant
+from paceline.rollout import compat, sampler
+from paceline.types import Prompt
+
+EFFORT = Effort(sampler_rows=1000, num_prompts=3, samples_per_prompt=64, tokens=16, long_rollouts=12, long_tokens=64)
+
+
+@pytest.fixture
+def stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's sampler, and which of its plugins are loaded, are what they were again after the test."""
+    from vllm.v1.sample import rejection_sampler
+
+    monkeypatch.setenv("VLLM_PLUGINS", "paceline,paceline_sampler")
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", rejection_sampler.expand_batch_to_tokens)
+
+
+@pytest.fixture
+def mended(stock: None) -> Iterator[None]:
+    compat.mend_sampler()
+    yield
+
+
+def worst(sample: Sampler, num_rows: int) -> float:
+    cells: list[Cell] = list(examine(sample, sampler.draft, num_rows=num_rows, lengths=(3,), seed=2))
+    return max(cell.excess for cell in cells)
+
+
+def test_mended_sampler_draws_from_the_policy(mended: None) -> None:
+    assert worst(sampler.rejection_sample, 4000) < 5
+
+
+def test_stock_sampler_of_the_cpu_is_found_wrong(stock: None) -> None:
+    """vLLM issue 55005. Where the fault is gone, so is this test."""
+    if compat.sampler_is_sound():
+        pytest.skip("this vLLM's sampler is sound, or another test has mended it")
+    assert worst(sampler.rejection_sample, 2000) > DEVIATIONS
+
+
+@pytest.mark.parametrize("fault", ["residual", "temperature", "stale"])
+def test_fault_planted_in_the_real_sampler_is_found(mended: None, fault: SamplerFault) -> None:
+    assert worst(plant(sampler.rejection_sample, fault), 2000) > DEVIATIONS
+
+
+def prompts() -> list[Prompt]:
+    """Loops of a few tokens, which an n-gram drafter goes on with."""
+    loops = ([7, 8, 9, 10], [20, 21, 22], [40, 41, 42, 43, 44])
+    return [Prompt(id=f"loop/{which}", text="", token_ids=np.array(loop * 6, np.int32), row={}) for which, loop in enumerate(loops)]
+
+
+def config() -> Config:
+    speculation = {
+        "drafter": {"kind": "ngram", "min_match": 1},
+        "max_draft_length": 2,
+        "selector": {"kind": "fixed", "draft_length": 2},
+    }
+    engine = {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 32, "kv_cache_gb": 0.05}
+    return Config.model_validate({"rollout": {"engine": engine, "temperature": 0.7}, "speculation": speculation})
+
+
+def test_engine_with_the_shim_passes_every_test(policy_path: Path, tmp_path: Path, mended: None) -> None:
+    result = certify(policy_path, prompts(), config(), progress=print, effort=EFFORT)
+    assert result.details["failed"] == []
+    assert result.details["logp_by_class"]["accepted"]["count"] > 0
+    assert result.figures["drafted_tokens"] > 100
+    assert result.figures["greedy_differences"] == 0
+    write_certificate(result, tmp_path / "certificate.html")
+    page = (tmp_path / "certificate.html").read_text()
+    assert result.details["verdict"] in page
+    assert result.environment["versions"]["torch"] in page
+    assert "prompt_lookup_max" in page
+
+
+def test_stock_engine_is_found_wrong(policy_path: Path, stock: None) -> None:
+    """The proof that the end-to-end test bites: nothing but the shim is missing."""
+    if compat.sampler_is_sound():
+        pytest.skip("this vLLM's sampler is sound, or another test has mended it")
+    result = certify(policy_path, prompts(), config(), progress=print, effort=EFFORT, without_shim=True)
+    assert {"sampler_worst_excess", "two_sample_p", "surprise_z"} <= set(result.details["failed"])
+    assert result.details["verdict"] == "NOT LOSSLESS"
+
+
+def test_shifted_log_probabilities_are_found(policy_path: Path, mended: None) -> None:
+    result = certify(policy_path, prompts(), config(), progress=print, effort=EFFORT, fault="logp-shift")
+    assert {"logp_max_abs_accepted", "logp_max_abs_recovered"} <= set(result.details["failed"])

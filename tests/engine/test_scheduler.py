@@ -1,0 +1,148 @@
+"""The scheduler alone: stock vLLM that names it adapts, whatever else of ours is there. Runs on every supported vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from random_policy import make_policy
+
+HOST = Path(__file__).with_name("host.py")
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def steps(trace: Path) -> list[dict]:
+    return [json.loads(line) for line in trace.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wide enough that a token more to verify costs something."""
+    return make_policy(tmp_path_factory.mktemp("policy"), hidden_size=512)
+
+
+@pytest.fixture(scope="module")
+def hosted(policy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[list[int]]], list[dict]]:
+    """Answers and trace of `vllm.LLM` in a program that knows nothing of us."""
+    assert "paceline" not in HOST.read_text().split('"""')[2].replace("paceline.rollout.scheduler", "").replace('"paceline"', "")
+    trace = tmp_path_factory.mktemp("hosted") / "steps.jsonl"
+    command = [sys.executable, str(HOST), str(policy_path), str(trace)]
+    done = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), steps(trace)
+
+
+def test_draft_length_follows_what_pays(hosted) -> None:
+    """A table that is fixed at start would draft as much into noise as into a loop."""
+    answers, trace = hosted
+    assert [len(tokens) for tokens in answers["loops"] + answers["noise"]] == [300] * 16
+    # The second batch begins where a step computes prompts again.
+    second = max(number for number, step in enumerate(trace) if step["num_prefill_tokens"])
+    # Requests of the first batch do not end together; what counts is before the first of them leaves.
+    loops = [step for step in trace[:second] if step["num_requests"] == 8][-30:]
+    assert mean(step["drafted"] for step in loops) > 2.5
+    assert mean(step["drafted"] for step in trace[-100:]) < 1
+
+
+def test_greedy_answers_are_those_of_plain_vllm(hosted, policy_path: Path) -> None:
+    """Drafts change what a step computes, never what the policy says."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    answers, _ = hosted
+    policy = Qwen3ForCausalLM.from_pretrained(policy_path)
+    for number, tokens in enumerate(answers["loops"]):
+        prompt = [*range(2, 96), 5 + number, 6]
+        with torch.no_grad():
+            logits_TV = policy(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        top_T = logits_TV.max(-1).values
+        taken_T = logits_TV[torch.arange(len(tokens)), torch.tensor(tokens)]
+        assert (top_T - taken_T).max() < 1e-3  # the best token, or one that rounding cannot tell from it
+
+
+def test_trace_accounts_for_every_token(hosted) -> None:
+    """Token classes of certify, and the selector's acceptance, are read from these counts."""
+    _, trace = hosted
+    emitted: dict[str, int] = {}
+    for step in trace:
+        assert step["num_emitted"] == sum(num for _, _, num in step["requests"])
+        assert sum(step["proposed_at"]) == sum(num for _, num, _ in step["requests"])
+        assert sum(step["accepted_at"]) == step["num_emitted"] - len(step["requests"])
+        for request, num_drafted, num_emitted in step["requests"]:
+            assert 1 <= num_emitted <= num_drafted + 1
+            emitted[request] = emitted.get(request, 0) + num_emitted
+    # The last step of a request may accept tokens beyond max_tokens, which vLLM drops.
+    assert all(300 <= total <= 304 for total in emitted.values())
+    assert len(emitted) == 16
+
+
+def test_draft_length_of_a_step_was_chosen_one_step_before(hosted) -> None:
+    """Costs would be charged to the wrong draft length."""
+    _, trace = hosted
+    for before, after in pairwise(trace):
+        if not after["num_prefill_tokens"]:
+            assert after["verified"] <= before["drafted"]
+
+
+def test_server_adapts_with_two_flags(policy_path: Path, tmp_path: Path) -> None:
+    """`vllm serve` is how most people run vLLM; settings must get through its command line.
+
+    Started by the module that `vllm serve` starts: the command itself does not come up from the CPU rebuild, whose package has
+    another name than the one that it asks its version of.
+    """
+    trace = tmp_path / "steps.jsonl"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = {
+        "--scheduler-cls": "paceline.rollout.scheduler.AdaptiveScheduler",
+        "--speculative-config": '{"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 4}',
+        "--additional-config": json.dumps({"paceline": {"trace": str(trace)}}),
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--dtype": "float32",
+        "--max-model-len": "512",
+        "--max-num-seqs": "8",
+        "--kv-cache-memory-bytes": "100000000",
+        "--max-num-batched-tokens": "2048",
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(policy_path)]
+    command += [part for flag in flags.items() for part in flag]
+    command += ["--enforce-eager", "--skip-tokenizer-init", "--no-enable-chunked-prefill"]
+    log = (tmp_path / "log").open("w")
+    server = subprocess.Popen(command, env=os.environ | QUIET, stdout=log, stderr=log)
+    try:
+        _wait_for(f"http://127.0.0.1:{port}/health", server, tmp_path / "log")
+        body = {"token_ids": [5, 6, 7], "sampling_params": {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert len(json.loads(answer.read())["choices"][0]["token_ids"]) == 200
+    finally:
+        server.terminate()
+        server.wait(30)
+    assert mean(step["drafted"] for step in steps(trace)[-20:]) > 2
+
+
+def _wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert server.poll() is None, log.read_text()[-3000:]
+        try:
+            urllib.request.urlopen(url, timeout=2).close()
+            return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.2)
+    raise AssertionError(f"no answer from {url}\n{log.read_text()[-3000:]}")
