@@ -42,7 +42,7 @@ LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 OWNERS = {
     "vllm": "rollout/",
     "ray": "run/cluster.py",
-    "matplotlib": "evidence/report.py",
+    "matplotlib": "evidence/",
     "trl": "integrations/trl.py",
     "verl": "integrations/verl.py",
     "wandb": "metrics.py",

@@ -6,9 +6,10 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
 from paceline.types import PacelineError
@@ -24,16 +25,20 @@ _EPILOG = """start here:
 """
 
 BENCHES = {
+    "costs": "step time and acceptance by batch and draft length on arena:large: a prior for the selector (about 6 minutes)",
     "control": "cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)",
+    "history": "history drafter on a second epoch: accepted length, and what its proposals cost (about 6 minutes)",
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",
+    "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 40 minutes)",
+    "selector": "how fast the selector learns from nothing; what a shrinking batch does (about 8 minutes)",
     "sync": "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 2 minutes)",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(_spelled_out(sys.argv[1:] if arguments is None else arguments))
     _quiet_environment()
     try:
         return options.command(options)
@@ -95,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("name", choices=("tiny", "small", "large"), nargs="?", default="small")
     build.set_defaults(command=_arena_build)
 
+    _add_draft(commands.add_parser("draft", help="train a drafter for a policy"))
+
     bench = commands.add_parser(
         "bench",
         help="measure what is gained and what it costs",
@@ -103,11 +110,19 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=formatter,
     )
     bench.add_argument("name", choices=sorted(BENCHES))
+    bench.add_argument("overrides", nargs="*", metavar="a.b=value", help="learning only: settings of the runs")
+    bench.add_argument("--html", type=Path, metavar="FILE", help="rollout only: write tables and pictures as one page")
+    bench.add_argument("--costs", type=Path, metavar="FILE", help="costs only: write a file for speculation.selector.costs")
     _add_result_options(bench)
     bench.set_defaults(command=_bench)
 
-    certify = commands.add_parser("certify", help="prove what we promise on your own engine").add_subparsers(
-        required=True, metavar="WHAT"
+    certify = commands.add_parser(
+        "certify",
+        help="prove what we promise on your own engine",
+        description="Without WHAT: lossless. `paceline certify lossless --help` explains it.",
+    ).add_subparsers(required=True, metavar="WHAT")
+    _add_certify_lossless(
+        certify.add_parser("lossless", help="speculation leaves the distribution as it is", formatter_class=formatter)
     )
     logp = certify.add_parser(
         "logp",
@@ -119,6 +134,72 @@ def _parser() -> argparse.ArgumentParser:
     _add_result_options(logp)
     logp.set_defaults(command=_certify_logp)
     return parser
+
+
+_CERTIFY_PARTS = ("logp", "lossless")
+
+
+def _spelled_out(arguments: Sequence[str]) -> list[str]:
+    """`paceline certify ...` is short for `paceline certify lossless ...`."""
+    rest = list(arguments)
+    if rest[:1] == ["certify"] and (len(rest) == 1 or rest[1] not in (*_CERTIFY_PARTS, "-h", "--help")):
+        rest.insert(1, "lossless")
+    return rest
+
+
+def _add_certify_lossless(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Is speculation lossless on this engine with these flags? Under 5 minutes on two cores.\n"
+        "  sampler   vLLM's rejection sampler on known distributions: chi-square at every position\n"
+        "  engines   your engine with speculation and without it: exact two-sample test, false alarm 1 in 1,000\n"
+        "  greedy    the same tokens in FP32 at temperature 0\n"
+        "  learner   log-probabilities of accepted, recovered and bonus tokens\n"
+        "The verdict is LOSSLESS, NOT LOSSLESS or INCONCLUSIVE (hardly anything was drafted)."
+    )
+    parser.epilog = (
+        "examples:\n"
+        "  paceline certify --drafter ngram --html certificate.html\n"
+        "  paceline certify configs/arena.toml rollout.temperature=0.8 --drafter eagle3:path/to/drafter\n"
+        "  paceline certify --plant residual     a fault on purpose: must be NOT LOSSLESS\n"
+        "  paceline certify --without-shim       vLLM's CPU sampler as it comes: must be NOT LOSSLESS"
+    )
+    parser.add_argument(
+        "subject", nargs="*", metavar="CONFIG|MODEL|a.b=value", help="TOML file or checkpoint, and settings (arena:small)"
+    )
+    parser.add_argument(
+        "--drafter",
+        metavar="KIND[:PATH]",
+        help="ngram, history, eagle3[:PATH] (without PATH: the arena's); replaces that of the config (ngram)",
+    )
+    parser.add_argument("--draft-length", type=int, metavar="K", help="hold the draft length at K; without a config, 3")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the certificate, one page")
+    parser.add_argument("--without-shim", action="store_true", help="leave vLLM's sampler as it comes, even where it is wrong")
+    parser.add_argument("--plant", metavar="FAULT", help="residual, temperature, stale, accept or logp-shift")
+    _add_result_options(parser)
+    parser.set_defaults(command=_certify_lossless)
+
+
+def _add_draft(parser: argparse.ArgumentParser) -> None:
+    train = parser.add_subparsers(required=True, metavar="ACTION").add_parser(
+        "train",
+        help="warm start: an EAGLE-3 drafter from the policy's own rollouts",
+        description="Train the small model that proposes tokens for MODEL to verify. An engine samples rollouts of MODEL, the\n"
+        "learner hands out its hidden states on them, and one decoder layer learns to guess several tokens ahead.\n"
+        "The result is a checkpoint that stock vLLM serves. At the end a table shows, on rollouts that were kept aside,\n"
+        "  overlap           share of drafts that will be accepted at temperature 1, at each draft position\n"
+        "  accepted length   tokens per verification that this makes at each draft length; what speculation can gain at most",
+        epilog="examples:\n"
+        "  paceline draft train arena:small                      into the cache, where drafter path `arena` finds it\n"
+        "  paceline draft train MODEL --data prompts.jsonl --out drafter\n"
+        "  paceline train config.toml speculation.drafter.kind=eagle3 speculation.drafter.path=drafter",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("model", metavar="MODEL", help="arena:tiny, arena:small, arena:large, or a checkpoint directory")
+    train.add_argument("--out", type=Path, metavar="DIR", help="where to write the drafter; without it an arena policy's is cached")
+    train.add_argument("--tokens", type=int, default=1_300_000, metavar="N", help="tokens to train on (%(default)s); needs --out")
+    train.add_argument("--data", type=Path, metavar="FILE", help="JSONL file with prompts; not needed for arena policies")
+    train.add_argument("--prompt-key", default="prompt", metavar="KEY", help="field of FILE that holds the prompt (%(default)s)")
+    train.set_defaults(command=_draft_train)
 
 
 def _add_result_options(parser: argparse.ArgumentParser) -> None:
@@ -169,32 +250,47 @@ def _arena_build(options: argparse.Namespace) -> int:
     return 0
 
 
+def _draft_train(options: argparse.Namespace) -> int:
+    from paceline.arena import drafter as arena
+    from paceline.arena.policy import resolve
+    from paceline.run import warmstart
+    from paceline.session import load_tokenizer
+
+    is_arena = options.model.startswith("arena:")
+    if options.out is None and is_arena:
+        directory = arena.build_drafter(options.model.removeprefix("arena:"), cache_root=_cache_root(), progress=_progress)
+        evaluation = arena.read_evaluation(directory)
+    elif options.out is None or not (is_arena or options.data):
+        raise ValueError("draft train: got no --out or no --data; must have both because only arena policies bring prompts")
+    else:
+        directory, model_path = options.out, resolve(options.model, cache_root=_cache_root(), progress=_progress)
+        tokenizer = load_tokenizer(model_path)
+        prompts = warmstart.read_prompts(options.data, options.prompt_key, tokenizer) if options.data else arena.prompts(tokenizer)
+        recipe = warmstart.WarmStart(train_tokens=options.tokens, rollout_tokens=options.tokens // 3)
+        evaluation = warmstart.train_drafter(model_path, prompts, directory, recipe, progress=_progress)
+    print("draft position / length  " + "".join(f"{k:8}" for k in range(1, len(evaluation.overlap) + 1)))
+    print("overlap                  " + "".join(f"{value:8.3f}" for value in evaluation.overlap))
+    print("accepted length          " + "".join(f"{value:8.2f}" for value in evaluation.accepted_length))
+    print(f"{directory}")
+    return 0
+
+
 def _bench(options: argparse.Namespace) -> int:
-    return _publish(_benches()[options.name](), options)
+    arguments: dict[str, Any] = {"progress": _progress}
+    if options.name != "control":  # which needs no policy
+        arguments["cache_root"] = _cache_root()
+    if options.name == "learning":
+        arguments["config_file"] = Path(__file__).parent / "configs" / "arena.toml"
+        arguments["overrides"] = options.overrides
+    if options.name == "costs":
+        arguments["costs_file"] = options.costs
+    result: Result = import_module(f"paceline.bench.{options.name}").run(**arguments)
+    if options.html is not None and options.name == "rollout":
+        from paceline.evidence.rollout_page import write_rollout_page
 
-
-def _benches() -> dict[str, Callable[[], Result]]:
-    def control() -> Result:
-        from paceline.bench.control import run
-
-        return run(progress=_progress)
-
-    def learning() -> Result:
-        from paceline.bench.learning import run
-
-        return run(progress=_progress, cache_root=_cache_root(), config_file=Path(__file__).parent / "configs" / "arena.toml")
-
-    def overhead() -> Result:
-        from paceline.bench.overhead import run
-
-        return run(progress=_progress, cache_root=_cache_root())
-
-    def sync() -> Result:
-        from paceline.bench.sync import run
-
-        return run(progress=_progress, cache_root=_cache_root())
-
-    return {"control": control, "learning": learning, "overhead": overhead, "sync": sync}
+        write_rollout_page(result, options.html)
+        print(f"written: {options.html}")
+    return _publish(result, options)
 
 
 def _certify_logp(options: argparse.Namespace) -> int:
@@ -206,6 +302,57 @@ def _certify_logp(options: argparse.Namespace) -> int:
     model_path = resolve(options.model, cache_root=_cache_root(), progress=_progress)
     task = arena_task(load_tokenizer(model_path), seed=0, num_heldout=256)
     return _publish(certify(model_path, task.heldout, progress=_progress, min_tokens=options.tokens), options)
+
+
+def _certify_lossless(options: argparse.Namespace) -> int:
+    from itertools import islice
+
+    from paceline.arena.policy import resolve
+    from paceline.config import load_config
+    from paceline.evidence.certificate import write_certificate
+    from paceline.evidence.certify import certify
+    from paceline.session import load_tokenizer, make_task, with_drafter
+
+    file, overrides = _subject(options.subject)
+    config = load_config(file, overrides)
+    drafting = _drafting(options.drafter, options.draft_length, has_speculation=config.speculation is not None)
+    config = with_drafter(load_config(file, [*overrides, *drafting]), cache_root=_cache_root(), progress=_progress)
+    model_path = resolve(config.policy.model, cache_root=_cache_root(), progress=_progress)
+    prompts = list(islice(make_task(config, load_tokenizer(model_path)).prompts, 64))
+    result = certify(model_path, prompts, config, progress=_progress, fault=options.plant, without_shim=options.without_shim)
+    if options.html is not None:
+        write_certificate(result, options.html)
+        print(f"written: {options.html}")
+    code = _publish(result, options)
+    print(result.details["verdict"])
+    for why in ("failed", "missing", "notes"):
+        print(*(f"  {why}: {line}\n" for line in result.details[why]), sep="", end="")
+    return code
+
+
+def _subject(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The config file and the overrides that certify's words stand for."""
+    files = [word for word in words if word.endswith(".toml")]
+    models = [word for word in words if not word.endswith(".toml") and "=" not in word]
+    if len(files) + len(models) > 1:
+        raise ValueError(f"certify: got {' '.join((*files, *models))}; must be one config file or one model")
+    overrides = [f"policy.model={model}" for model in models] + [word for word in words if "=" in word]
+    return (Path(files[0]) if files else None), overrides
+
+
+def _drafting(drafter: str | None, draft_length: int | None, *, has_speculation: bool) -> list[str]:
+    """Overrides for the drafter and a draft length that is held; without any of them, n-grams of 3."""
+    overrides: list[str] = []
+    if drafter is not None or not has_speculation:
+        kind, _, path = (drafter or "ngram").partition(":")
+        path = path or ("arena" if kind == "eagle3" else "")
+        overrides.append(f'speculation.drafter={{kind = "{kind}"' + (f', path = "{path}"' if path else "") + "}")
+    if draft_length is None and not has_speculation:
+        draft_length = 3
+    if draft_length is not None:
+        overrides.append(f"speculation.max_draft_length={draft_length}")
+        overrides.append(f'speculation.selector={{kind = "fixed", draft_length = {draft_length}}}')
+    return overrides
 
 
 def _publish(result: Result, options: argparse.Namespace) -> int:

@@ -1,0 +1,108 @@
+"""What a step costs by batch size and draft length on this machine: a cost file, which the selector takes as its prior.
+
+paceline bench costs --costs costs.json
+paceline train ... speculation.selector.costs=costs.json
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from paceline.arena.drafter import resolve_drafter
+from paceline.arena.policy import resolve
+from paceline.bench.workload import ENGINE, arena_requests, engines
+from paceline.config import EagleDrafter, FixedSelector, SpeculationConfig
+from paceline.evidence.measure import CpuTimes, Result, environment
+from paceline.strategy.cost import CostPoint, Costs, Step, save_costs
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+LENGTHS = (0, 1, 2, 3, 5, 7)
+_STEPS = 14
+"""Of one visit to a cell, the first with prompts included."""
+
+
+def run(
+    *,
+    progress: Callable[[str], None],
+    cache_root: Path,
+    costs_file: Path | None = None,
+    model: str = "arena:large",
+    repetitions: int = 3,
+    seed: int = 0,
+) -> Result:
+    model_path = resolve(model, cache_root=cache_root, progress=progress)
+    drafter = resolve_drafter("arena", model, cache_root=cache_root, progress=progress)
+    speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=max(LENGTHS))
+    before = CpuTimes.now()
+    cells: dict[tuple[int, int], list[Step]] = defaultdict(list)
+    with engines(model_path, [speculation], seed=seed, progress=progress) as (engine,):
+        requests = arena_requests(model_path, num_prompts=max(BATCHES), group_size=1, max_tokens=1, seed=seed)
+        order = [(batch, k) for batch in BATCHES for k in LENGTHS]
+        for number in range(repetitions):
+            random.Random(number).shuffle(order)  # noqa: S311
+            for batch, k in order:
+                # As many tokens as the steps can emit at the most, so that nobody leaves the batch before they are over.
+                work = [replace(request, max_tokens=_STEPS * (k + 1)) for request in requests[:batch]]
+                selector = FixedSelector(draft_length=k)
+                visit = engine.run(work, selector=selector, name=f"k={k}", to_the_end=True)
+                cells[batch, k] += [step for step in visit.steps[1:_STEPS] if step.verified == k and step.num_requests == batch]
+            progress(f"pass {number + 1} of {repetitions} over {len(order)} cells")
+    costs = _costs(cells)
+    if costs_file is not None:
+        save_costs(costs_file, costs)
+        progress(f"cost file: {costs_file}")
+    return _result(costs, cells, model, seed, CpuTimes.now().steal_share_since(before))
+
+
+def _costs(cells: dict[tuple[int, int], list[Step]]) -> Costs:
+    points = tuple(
+        CostPoint(
+            num_requests=batch,
+            verified=k,
+            drafted=k,
+            context_tokens=int(median(step.context_tokens for step in steps)),
+            seconds=median(step.seconds for step in steps),
+            num_steps=len(steps),
+        )
+        for (batch, k), steps in sorted(cells.items())
+        if steps
+    )
+    acceptance, trials = _acceptance([step for steps in cells.values() for step in steps])
+    return Costs(points=points, acceptance=acceptance, num_trials=trials)
+
+
+def _acceptance(steps: Sequence[Step]) -> tuple[tuple[float, ...], int]:
+    """Of the requests that had every position before accepted and had a draft token here, the share that had it accepted."""
+    reached, accepted = [0] * max(LENGTHS), [0] * max(LENGTHS)
+    for step in steps:
+        before = step.proposed_at[0] if step.proposed_at else 0
+        for position, here in enumerate(step.accepted_at):
+            reached[position] += before
+            accepted[position] += here
+            before = here
+    return tuple(a / max(r, 1) for a, r in zip(accepted, reached, strict=True)), reached[0]
+
+
+def _result(costs: Costs, cells: dict[tuple[int, int], list[Step]], model: str, seed: int, steal_share: float) -> Result:
+    rate = {cell: sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps) for cell, steps in cells.items()}
+    best = {batch: max(LENGTHS, key=lambda k, batch=batch: rate[batch, k]) for batch in BATCHES}
+    figures = {f"best_length_{batch}": float(k) for batch, k in best.items()}
+    figures |= {f"gain_{batch}": rate[batch, k] / rate[batch, 0] for batch, k in best.items()}
+    figures |= {f"acceptance_{position}": value for position, value in enumerate(costs.acceptance, start=1)}
+    return Result(
+        name="costs",
+        figures=figures,
+        spread=dict.fromkeys(figures, 0.0),
+        goals={},
+        environment=environment(seeds=[seed], config={"model": model, "engine": ENGINE.model_dump(mode="json")}),
+        details={
+            "tokens_per_s": {f"batch {batch}": {str(k): rate[batch, k] for k in LENGTHS} for batch in BATCHES},
+            "costs": costs.model_dump(mode="json"),
+            "steal_share": steal_share,
+        },
+    )

@@ -1,0 +1,119 @@
+"""How fast the selector learns from nothing, and what happens when the batch shrinks at once. Real engine, arena's large policy.
+
+Convergence: at each batch size a new selector decodes for some hundred steps. Every draft length that it used has a rate, measured
+over the whole stretch; what counts is the rate of the lengths chosen around step 200 against that of the lengths chosen at the end.
+Rates of whole stretches and not of 20 steps, because the machine drifts by more than 5 % within 20 steps.
+
+Cliff: requests end in blocks, so that the batch falls from 64 to 16, 4 and 1 within few steps; the tokens per second of the 20
+steps after each fall are compared with those of the steps that follow at the same batch size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from paceline.arena.drafter import resolve_drafter
+from paceline.arena.policy import resolve
+from paceline.bench.workload import ENGINE, arena_requests, engines
+from paceline.config import EagleDrafter, MeasuredSelector, SpeculationConfig
+from paceline.evidence.measure import CpuTimes, Result, environment, middle
+from paceline.rollout.stepped import SteppedEngine
+from paceline.strategy.cost import Step
+from paceline.types import RolloutRequest
+
+MAX_DRAFT_LENGTH = 7
+BATCHES = (1, 4, 16, 64)
+LEARNING_STEPS = 200
+FALLS = (64, 16, 4, 1)
+AFTER_FALL = 20
+
+
+def run(
+    *, progress: Callable[[str], None], cache_root: Path, model: str = "arena:large", repetitions: int = 3, seed: int = 0
+) -> Result:
+    model_path = resolve(model, cache_root=cache_root, progress=progress)
+    drafter = resolve_drafter("arena", model, cache_root=cache_root, progress=progress)
+    speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=MAX_DRAFT_LENGTH)
+    before = CpuTimes.now()
+    with engines(model_path, [speculation], seed=seed, progress=progress) as (engine,):
+        requests = arena_requests(model_path, num_prompts=max(BATCHES), group_size=1, max_tokens=1, seed=seed)
+        learnt = {batch: _converge(engine, requests[:batch], progress) for batch in BATCHES}
+        falls = [_fall(engine, requests, number, progress) for number in range(repetitions)]
+    figures = {f"converged_{batch}": ratio for batch, (ratio, _) in learnt.items()}
+    spread = dict.fromkeys(figures, 0.0)
+    figures["converged"] = min(figures.values())
+    figures["after_fall"], spread["after_fall"] = min(
+        (middle([ratios[size] for ratios in falls]) for size in FALLS[1:]), key=lambda pair: pair[0]
+    )
+    return Result(
+        name="selector",
+        figures=figures,
+        spread=spread | {"converged": 0.0},
+        goals={"converged": (">=", 0.95), "after_fall": (">=", 0.9)},
+        environment=environment(seeds=[seed], config={"model": model, "engine": ENGINE.model_dump(mode="json")}),
+        details={
+            "rate_by_length": {str(batch): rates for batch, (_, rates) in learnt.items()},
+            "after_fall": [{str(size): ratio for size, ratio in ratios.items()} for ratios in falls],
+            "steal_share": CpuTimes.now().steal_share_since(before),
+        },
+    )
+
+
+def _converge(
+    engine: SteppedEngine, requests: Sequence[RolloutRequest], progress: Callable[[str], None]
+) -> tuple[float, dict[str, float]]:
+    """Rate of the draft lengths chosen around step 200 over that of those chosen last; and the rate of each length."""
+    room = ENGINE.max_model_len - max(len(request.prompt_ids) for request in requests)
+    work = [replace(request, max_tokens=room) for request in requests]
+    steps: list[Step] = []
+    name = f"from nothing at {len(requests)}"
+    while len(steps) < LEARNING_STEPS + 60:  # the selector of this name goes on with what it has learnt
+        steps += engine.run(work, selector=MeasuredSelector(), name=name, to_the_end=True).steps
+    steps = [step for step in steps if step.num_prefill_tokens == 0 and step.num_requests == len(requests)]
+    rates = _rates(steps)
+    early = [rates[step.drafted] for step in steps[LEARNING_STEPS - 20 : LEARNING_STEPS]]
+    late = [rates[step.drafted] for step in steps[-40:]]
+    ratio = (sum(early) / len(early)) / (sum(late) / len(late))
+    progress(f"batch {len(requests)}: {len(steps)} steps, {ratio:.3f} of the final rate after {LEARNING_STEPS}")
+    return ratio, {str(k): rate for k, rate in sorted(rates.items())}
+
+
+def _rates(steps: Sequence[Step]) -> dict[int, float]:
+    """Tokens per second of each draft length: emitted per verification over the median step time. The lengths that were hardly
+    tried count as the nearest that was."""
+    by_length: dict[int, list[Step]] = defaultdict(list)
+    for step in steps:
+        if step.verified == step.drafted:
+            by_length[step.drafted].append(step)
+    known = {
+        k: sum(step.num_emitted for step in found) / len(found) / median(step.seconds for step in found)
+        for k, found in by_length.items()
+        if len(found) >= 4
+    }
+    return {step.drafted: known[min(known, key=lambda k: abs(k - step.drafted))] for step in steps}
+
+
+def _fall(
+    engine: SteppedEngine, requests: Sequence[RolloutRequest], number: int, progress: Callable[[str], None]
+) -> dict[int, float]:
+    """Tokens per second after each fall over those of the steps that follow at the same batch size."""
+    lengths = [120] * (64 - 16) + [300] * (16 - 4) + [480] * (4 - 1) + [660]
+    room = ENGINE.max_model_len - max(len(request.prompt_ids) for request in requests)
+    work = [replace(request, max_tokens=min(length, room)) for request, length in zip(requests, lengths, strict=True)]
+    steps = engine.run(work, selector=MeasuredSelector(), name="falls", to_the_end=True).steps
+    ratios = {}
+    for size in FALLS[1:]:
+        # Drafts make requests of one block end within some steps of each other; the batch has fallen when the last of them has.
+        level = [step for step in steps if step.num_requests == size and step.num_prefill_tokens == 0]
+        first, rest = level[:AFTER_FALL], level[AFTER_FALL:]
+        ratios[size] = _rate(first) / _rate(rest)
+    progress(f"falls {number + 1}: " + ", ".join(f"to {size}: {ratio:.2f}" for size, ratio in ratios.items()))
+    return ratios
+
+
+def _rate(steps: Sequence[Step]) -> float:
+    return sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps)

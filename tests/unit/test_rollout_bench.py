@@ -1,0 +1,136 @@
+"""How `bench rollout` turns batches into figures; a wrong one here would be a wrong claim."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.bench.rollout import _accepted_length, _figures, _tail_rate, best_table
+from paceline.bench.workload import Workload
+from paceline.evidence.measure import Result
+from paceline.evidence.rollout_page import write_rollout_page
+from paceline.rollout.stepped import Batch
+from paceline.strategy.cost import Step
+from paceline.types import RolloutRequest
+
+
+def step(num_requests: int, k: int, seconds: float, emitted_each: int) -> Step:
+    accepted = tuple(num_requests if position < emitted_each - 1 else 0 for position in range(k))
+    return Step(
+        num_requests=num_requests,
+        num_prefill_tokens=0,
+        context_tokens=100,
+        verified=k,
+        drafted=k,
+        seconds=seconds,
+        proposed_at=(num_requests,) * k,
+        accepted_at=accepted,
+        num_emitted=num_requests * emitted_each,
+    )
+
+
+def batch(seconds: float, steps: list[Step] | None = None, step_s: list[tuple[int, float]] | None = None) -> Batch:
+    return Batch(seconds=seconds, finished_s=[seconds], token_ids=[[5]], step_s=step_s or [], steps=steps or [], figures={})
+
+
+def test_best_table_takes_the_highest_rate_of_each_batch_size():
+    """Hindsight that is not the best of what was measured would make the selector look better than it is."""
+    survey = {
+        0: [batch(1, [step(1, 0, 0.10, 1), step(40, 0, 0.20, 1)])],  # 10 and 200 tokens/s
+        3: [batch(1, [step(1, 3, 0.15, 3), step(40, 3, 0.80, 3)])],  # 20 and 150
+    }
+    assert best_table(survey) == [(1, 1, 3), (33, 64, 0)]
+
+
+def test_prompts_do_not_count_as_decoding():
+    """A step that computes prompts is slow for another reason than its draft length."""
+    prefill = Step(
+        num_requests=1,
+        num_prefill_tokens=500,
+        context_tokens=500,
+        verified=0,
+        drafted=0,
+        seconds=9.0,
+        proposed_at=(),
+        accepted_at=(),
+        num_emitted=1,
+    )
+    survey = {0: [batch(1, [prefill, step(1, 0, 0.1, 1)])], 3: [batch(1, [step(1, 3, 0.5, 3)])]}
+    assert best_table(survey) == [(1, 1, 0)]
+
+
+def test_tail_is_where_at_most_two_requests_run():
+    plain = batch(1, step_s=[(64, 0.5), (2, 0.1), (1, 0.1)])
+    assert _tail_rate(plain) == pytest.approx(3 / 0.2)
+    speculative = batch(1, [step(64, 3, 0.5, 2), step(2, 3, 0.2, 3)])
+    assert _tail_rate(speculative) == pytest.approx(6 / 0.2)
+
+
+def test_accepted_length_counts_the_bonus_token():
+    assert _accepted_length(batch(1, [step(4, 3, 0.1, 3), step(4, 0, 0.1, 1)])) == pytest.approx(3.0)
+
+
+@pytest.fixture
+def rounds() -> list[dict[str, Batch]]:
+    spec = [step(2, 3, 0.1, 3)]
+    seconds = {
+        "plain": 30.0,
+        "selector": 10.0,
+        "hindsight": 9.0,
+        "BEG-MAB": 12.0,
+        "static table": 11.0,
+        "k=0": 31.0,
+        "k=5": 11.5,
+        "k=3": 10.5,
+    }
+    one = {
+        name: batch(value, spec if name != "plain" else None, [(2, 0.1)] if name == "plain" else None)
+        for name, value in seconds.items()
+    }
+    return [one | {"useless": batch(30.5, spec)}] * 3
+
+
+def test_figures_are_ratios_within_a_round(rounds):
+    figures, _ = _figures(rounds)
+    assert figures["makespan_speedup"] == pytest.approx(3.0)
+    assert figures["of_hindsight"] == pytest.approx(0.9)
+    assert figures["over_best_fixed"] == pytest.approx(1.05)
+    assert figures["k0_ratio"] == pytest.approx(30 / 31)
+    assert figures["useless_drafter_ratio"] == pytest.approx(30 / 30.5)
+    assert figures["tail_speedup"] == pytest.approx(3.0)
+    assert figures["limit"] == pytest.approx(3.0)
+
+
+def test_tokens_past_the_end_are_counted():
+    """A response that goes on after its end may be easier to draft; the reader must know how much of the work that is."""
+    request = RolloutRequest(group_id=0, index=0, prompt_ids=np.array([3], np.int32), max_tokens=4, temperature=1.0)
+    work = Workload([request] * 3, frozenset({1}))
+    done = Batch(
+        seconds=1, finished_s=[1, 1, 1], token_ids=[[5, 1, 6, 7], [5, 6, 7, 8], [5, 6, 7, 1]], step_s=[], steps=[], figures={}
+    )
+    assert work.past_end_share(done) == pytest.approx(2 / 12)
+
+
+def test_page_shows_every_figure_and_arm(rounds, tmp_path):
+    """A result that nobody can see is not shown."""
+    figures, spread = _figures(rounds)
+    result = Result(
+        name="rollout",
+        figures=figures,
+        spread=spread,
+        goals={"makespan_speedup": (">=", 2.5)},
+        environment={"config": {"model": "arena:large"}},
+        details={
+            "lengths": [10, 300],
+            "makespan_s": {name: [one[name].seconds for one in rounds] for name in rounds[0]},
+            "chosen": [{"seconds": 0.1, "num_requests": 2, "drafted": 3}, {"seconds": 0.1, "num_requests": 1, "drafted": 5}],
+            "rate_by_batch": {"1-1": {"plain": 10.0, "0": 9.0, "3": 20.0}},
+            "accepted_by_position": {"selector": [0.8, 0.6], "useless": [0.0, 0.0]},
+        },
+    )
+    write_rollout_page(result, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "3.00 times sooner" in page
+    assert all(name in page for name in rounds[0])
+    assert page.count("<svg") == 4
+    assert "goal &gt;= 2.5" in page
