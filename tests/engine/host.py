@@ -1,8 +1,8 @@
 """Somebody else's program: stock vLLM with our scheduler named in its settings, and nothing of ours imported.
 
-Greedy decoding of a random policy runs into loops, which n-grams predict; sampling at a high temperature cannot be predicted, but
-the prompts hold every token, so that there is always something to propose. So long drafts pay in the first batch and cost in the
-second.
+In the first batch only one token is allowed, which n-grams predict. In the second, at a high temperature, nothing can be predicted,
+but the prompts hold every token, so that there is always something to propose. So long drafts pay first and cost then. The third
+is greedy, so that its answers can be checked.
 """
 
 import json
@@ -27,9 +27,13 @@ def main(model: str, trace: str) -> None:
         additional_config={"paceline": {"trace": trace}},
     )
     prompts = [TokensPrompt(prompt_token_ids=[*range(2, 96), 5 + number, 6]) for number in range(8)]
+    batches = {
+        "predictable": SamplingParams(temperature=1.0, allowed_token_ids=[7], max_tokens=300, ignore_eos=True, detokenize=False),
+        "noise": SamplingParams(temperature=2.0, max_tokens=300, ignore_eos=True, detokenize=False),
+        "greedy": SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False),
+    }
     answers = {}
-    for name, temperature in (("loops", 0.0), ("noise", 2.0)):
-        params = SamplingParams(temperature=temperature, max_tokens=300, ignore_eos=True, detokenize=False)
+    for name, params in batches.items():
         outputs = llm.generate(prompts, params, use_tqdm=False)
         answers[name] = [list(output.outputs[0].token_ids) for output in outputs]
     print(json.dumps(answers))

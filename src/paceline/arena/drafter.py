@@ -32,7 +32,7 @@ _SEED_OFFSET = 2_000_000
 
 RECIPES = {
     "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000),
-    "small": WarmStart(train_tokens=1_000_000, rollout_tokens=400_000),
+    "small": WarmStart(train_tokens=700_000, rollout_tokens=350_000),
 }
 
 

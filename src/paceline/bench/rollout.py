@@ -32,7 +32,7 @@ from paceline.config import (
     TableSelector,
 )
 from paceline.draft.eagle import random_drafter
-from paceline.evidence.measure import CpuTimes, Result, environment, middle
+from paceline.evidence.measure import CpuTimes, Goal, Result, environment, middle
 from paceline.rollout.stepped import Batch, SteppedEngine
 from paceline.strategy.cost import Step
 
@@ -41,7 +41,7 @@ BUCKETS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64))
 STATIC_TABLE = ((1, 8, 5), (9, 32, 3), (33, 64, 1))
 """A table as vLLM's documentation would have one write it: long drafts for small batches."""
 TAIL_REQUESTS = 2
-GOALS = {
+GOALS: dict[str, Goal] = {
     "makespan_speedup": (">=", 2.5),
     "tail_speedup": (">=", 3.5),
     "of_hindsight": (">=", 0.97),
@@ -104,7 +104,7 @@ def _measure(
         name="rollout",
         figures=figures,
         spread=spread,
-        goals={key: GOALS[key] for key in GOALS if key in figures},
+        goals=GOALS,
         environment=environment(seeds=[seed], config={"model": model, "engine": ENGINE.model_dump(mode="json")}),
         details={
             "lengths": sorted(work.lengths),

@@ -54,6 +54,7 @@ from paceline.types import Prompt, Rollout, RolloutRequest, Sample, Tokens
 _FEWEST_DRAFTED = 1000
 _LOGP_LIMIT = 1e-4
 _TIE = 1e-4
+_NOT_A_LOGP = -1e6
 _GREEDY = 1_000_000  # added to the group of a greedy request
 
 
@@ -299,10 +300,13 @@ def _score(
     *,
     shift_logp: bool,
 ) -> None:
-    scores = learner.logp([Sample.of(rollout, 0.0) for rollout in rollouts])
+    scores = learner.logp([_sample(rollout) for rollout in rollouts])
     gaps: dict[TokenClass, Mismatch] = dict.fromkeys(CLASSES, Mismatch())
     for rollout, logp_T in zip(rollouts, scores.logp, strict=True):
-        engine_logp_T = np.roll(rollout.logp, 1) if shift_logp else rollout.logp
+        # A broken sampler reports NaN, which compares as no gap at all.
+        engine_logp_T = np.nan_to_num(rollout.logp, nan=_NOT_A_LOGP, neginf=_NOT_A_LOGP)
+        if shift_logp:
+            engine_logp_T = np.roll(engine_logp_T, 1)
         class_T = np.array(token_classes(steps[rollout.key], len(rollout.token_ids)))
         for name in CLASSES:
             gaps[name] = gaps[name].merge(mismatch(engine_logp_T[class_T == name], logp_T[class_T == name]))
@@ -324,16 +328,7 @@ def _greedy(found: Findings, learner: FsdpLearner, spoken: Sequence[Rollout], pl
         position = first_difference(mine.token_ids, theirs.token_ids)
         if position is None:
             continue
-        either = [
-            Sample(
-                token_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids[: position + 1]]),
-                num_prompt_tokens=len(rollout.prompt_ids),
-                logp=rollout.logp[: position + 1],
-                advantage=0.0,
-                policy_version=0,
-            )
-            for rollout in (mine, theirs)
-        ]
+        either = [_sample(rollout, position + 1) for rollout in (mine, theirs)]
         first, second = (float(logp_T[-1]) for logp_T in learner.logp(either).logp)
         gap = abs(first - second) * temperature
         partings.append({"rollout": mine.group_id - _GREEDY, "position": position, "logit_gap": gap})
@@ -342,6 +337,18 @@ def _greedy(found: Findings, learner: FsdpLearner, spoken: Sequence[Rollout], pl
     found.add("greedy_ties", ties)
     found.add("greedy_tokens", sum(len(rollout.token_ids) for rollout in plain))
     found.details["greedy_partings"] = partings
+
+
+def _sample(rollout: Rollout, num_tokens: int | None = None) -> Sample:
+    """For scoring only: the learner takes no NaN, so it is not given the engine's log-probabilities."""
+    ids_T = rollout.token_ids[:num_tokens]
+    return Sample(
+        token_ids=np.concatenate([rollout.prompt_ids, ids_T]),
+        num_prompt_tokens=len(rollout.prompt_ids),
+        logp=np.zeros(len(ids_T), np.float32),
+        advantage=0.0,
+        policy_version=0,
+    )
 
 
 def first_difference(mine_T: Tokens, theirs_T: Tokens) -> int | None:

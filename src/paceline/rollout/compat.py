@@ -13,6 +13,7 @@ The shim goes when no supported vLLM needs it: `test_probe_sees_the_fault_of_the
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
@@ -51,9 +52,14 @@ def sampler_is_sound() -> bool:
 
     # The fault is in the CPU's replacement of a Triton kernel, which vLLM installs in its workers only.
     if current_platform.is_cpu() and not isinstance(rejection_sampler.expand_kernel, KernelOverride):
-        with warnings.catch_warnings():  # it looks at every attribute of every module, deprecated ones too
-            warnings.simplefilter("ignore")
-            current_platform.register_triton_kernel_overrides()
+        # It looks at every attribute of every module, deprecated ones too, and stumbles over one of llvmlite, which numba brings.
+        llvmlite = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "llvmlite"}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                current_platform.register_triton_kernel_overrides()
+        finally:
+            sys.modules.update(llvmlite)
     device = current_platform.device_type
     temperature_B = torch.tensor([0.6, 1.3, 2.5], device=device)
     ends_B = torch.tensor([2, 5, 6], dtype=torch.int32, device=device)

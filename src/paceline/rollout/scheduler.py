@@ -22,7 +22,7 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -57,7 +57,8 @@ class SchedulerSettings(Section):
 class _Adaptive(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        settings = SchedulerSettings.model_validate(self.vllm_config.additional_config.get("paceline", {}))
+        additional = cast("dict[str, Any]", self.vllm_config.additional_config)
+        settings = SchedulerSettings.model_validate(additional.get("paceline", {}))
         self.selector: Selector | None = None
         """Public: a bench may put another one in between two batches."""
         self.num_selector_failures = 0

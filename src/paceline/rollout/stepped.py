@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
 from paceline.rollout.engine import end_tokens, engine_args, sampling_params, set_environment
@@ -23,7 +23,7 @@ from paceline.strategy.cost import Step
 from paceline.types import PacelineError, RolloutRequest
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
 
     from paceline.rollout.scheduler import AdaptiveScheduler
     from paceline.strategy.select import Selector
@@ -153,7 +153,7 @@ def _run(llm: LLM, order: _Order, selectors: dict[str, Selector], stop_token_ids
         outputs = engine.step()
         before_s, now_s = now_s, time.perf_counter()
         step_s.append((in_flight, now_s - before_s))
-        for output in outputs:
+        for output in cast("list[RequestOutput]", outputs):
             number = int(output.request_id)
             finished_s[number] = now_s - began_s
             token_ids[number] = list(output.outputs[0].token_ids)

@@ -95,7 +95,8 @@ def train_drafter(model_path: Path, prompts: Iterator[Prompt], out: Path, recipe
         raise ValueError(f"out: got {out}, which exists; must be new because a checkpoint is never overwritten")
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     samples = asyncio.run(_sample(model_path, prompts, recipe, config.max_position_embeddings, progress))
-    learner = FsdpLearner(model_path, LearnerConfig(microbatch_tokens=4096), ObjectiveConfig(), temperature=1.0)
+    # In the engine's precision: what it hands to the drafter and verifies with is bfloat16 too.
+    learner = FsdpLearner(model_path, LearnerConfig(dtype="bfloat16", microbatch_tokens=4096), ObjectiveConfig(), temperature=1.0)
     try:
         return _train(learner, model_path, samples, out, recipe, progress)
     finally:
