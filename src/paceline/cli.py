@@ -319,7 +319,15 @@ def _certify_lossless(options: argparse.Namespace) -> int:
     config = with_drafter(load_config(file, [*overrides, *drafting]), cache_root=_cache_root(), progress=_progress)
     model_path = resolve(config.policy.model, cache_root=_cache_root(), progress=_progress)
     prompts = list(islice(make_task(config, load_tokenizer(model_path)).prompts, 64))
-    result = certify(model_path, prompts, config, progress=_progress, fault=options.plant, without_shim=options.without_shim)
+    result = certify(
+        model_path,
+        prompts,
+        config,
+        progress=_progress,
+        fault=options.plant,
+        without_shim=options.without_shim,
+        seed=config.run.seed,
+    )
     if options.html is not None:
         write_certificate(result, options.html)
         print(f"written: {options.html}")

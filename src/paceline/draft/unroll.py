@@ -113,10 +113,6 @@ class Pack:
     later: tuple[Block, ...]
     """Attention of the later steps, in which only anchors ask."""
 
-    def count(self, num_steps: int) -> int:
-        """Guesses that are taught."""
-        return int(self.steps_A.clamp(max=num_steps).sum())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Guesses:
