@@ -47,26 +47,42 @@ def sampler_is_sound() -> bool:
     """Whether vLLM's rejection sampler gives every draft token the temperature of its own request."""
     import torch
     from vllm.platforms import current_platform
-    from vllm.triton_utils.dispatcher import KernelOverride
     from vllm.v1.sample import rejection_sampler
 
-    # The fault is in the CPU's replacement of a Triton kernel, which vLLM installs in its workers only.
-    if current_platform.is_cpu() and not isinstance(rejection_sampler.expand_kernel, KernelOverride):
-        # It looks at every attribute of every module, deprecated ones too, and stumbles over one of llvmlite, which numba brings.
-        llvmlite = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "llvmlite"}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                current_platform.register_triton_kernel_overrides()
-        finally:
-            sys.modules.update(llvmlite)
+    if current_platform.is_cpu():
+        _install_cpu_kernels()
     device = current_platform.device_type
     temperature_B = torch.tensor([0.6, 1.3, 2.5], device=device)
     ends_B = torch.tensor([2, 5, 6], dtype=torch.int32, device=device)
     expected_T = torch.tensor([0.6, 0.6, 1.3, 1.3, 1.3, 2.5])
     # Memory left over from an earlier right answer would look right again, so the allocator's free block is dirtied first.
     torch.full((6,), -1.0, device=device)
-    return torch.equal(rejection_sampler.expand_batch_to_tokens(temperature_B, ends_B, 6).cpu(), expected_T)
+    try:
+        expanded_T = rejection_sampler.expand_batch_to_tokens(temperature_B, ends_B, 6)
+    except TypeError:  # vLLM 0.30 outside of a worker, where there is no kernel to call; it has the fault
+        return False
+    return torch.equal(expanded_T.cpu(), expected_T)
+
+
+def _install_cpu_kernels() -> None:
+    """The fault is in the CPU's replacement of a Triton kernel, which vLLM installs in its workers only."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    try:
+        from vllm.triton_utils.dispatcher import KernelOverride
+    except ModuleNotFoundError:  # vLLM 0.30 has no kernels to install outside of a worker
+        return
+    if isinstance(rejection_sampler.expand_kernel, KernelOverride):
+        return
+    # It looks at every attribute of every module, deprecated ones too, and stumbles over one of llvmlite, which numba brings.
+    llvmlite = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "llvmlite"}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            current_platform.register_triton_kernel_overrides()
+    finally:
+        sys.modules.update(llvmlite)
 
 
 def mend_sampler() -> bool:
