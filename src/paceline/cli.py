@@ -25,13 +25,13 @@ _EPILOG = """start here:
 """
 
 BENCHES = {
-    "costs": "step time and acceptance by batch and draft length on arena:large: a prior for the selector (about 6 minutes)",
+    "costs": "step time and acceptance by batch and draft length on arena:large: a prior for the selector (estimated: 6 minutes)",
     "control": "cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)",
-    "history": "history drafter on a second epoch: accepted length, and what its proposals cost (about 6 minutes)",
+    "history": "history drafter on a second epoch: accepted length, and what its proposals cost (estimated: 6 minutes)",
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",
-    "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 40 minutes)",
-    "selector": "how fast the selector learns from nothing; what a shrinking batch does (about 8 minutes)",
+    "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (estimated: 40 minutes)",
+    "selector": "how fast the selector learns from nothing; what a shrinking batch does (estimated: 8 minutes)",
     "sync": "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 2 minutes)",
 }
 

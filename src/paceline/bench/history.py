@@ -15,14 +15,10 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
-import numpy as np
-from transformers import AutoTokenizer
-
 from paceline.arena.policy import resolve
-from paceline.arena.task import problems
+from paceline.bench.workload import arena_requests
 from paceline.config import EngineConfig, FixedSelector, HistoryDrafter, SpeculationConfig
 from paceline.evidence.measure import CpuTimes, Result, environment, middle
 from paceline.rollout.engine import VllmEngine
@@ -72,7 +68,7 @@ def run(
     speculation = SpeculationConfig(drafter=HistoryDrafter(), max_draft_length=draft_length, selector=selector)
     before = CpuTimes.now()
     batches = [
-        _requests(path, prompts=prompts, group_size=group_size, max_tokens=max_tokens, seed=seed + number)
+        arena_requests(path, num_prompts=prompts, group_size=group_size, max_tokens=max_tokens, seed=seed + number)
         for number in range(repetitions)
     ]
     first, second = asyncio.run(_measure(path, config, speculation, batches, seed, progress))
@@ -116,23 +112,6 @@ def _row(epoch: _Epoch) -> dict[str, object]:
         "accepted_per_verification": epoch.num_accepted / epoch.num_verifications,
         "counted": epoch.counted,
     }
-
-
-def _requests(path: Path, *, prompts: int, group_size: int, max_tokens: int, seed: int) -> list[RolloutRequest]:
-    """Groups of arena prompts. No seeds: vLLM draws for all at once, so that an epoch never repeats another."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    return [
-        RolloutRequest(
-            group_id=group,
-            index=index,
-            prompt_ids=np.asarray(tokenizer.encode(problem.prompt), np.int32),
-            max_tokens=max_tokens,
-            temperature=1.0,
-            seed=None,
-        )
-        for group, problem in enumerate(islice(problems(seed), prompts))
-        for index in range(group_size)
-    ]
 
 
 async def _measure(

@@ -10,15 +10,11 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-from transformers import AutoTokenizer
-
 from paceline.arena.policy import resolve
-from paceline.arena.task import problems
+from paceline.bench.workload import arena_requests
 from paceline.config import EngineConfig
 from paceline.evidence.measure import CpuTimes, Result, environment, middle
 from paceline.rollout.bare import BareEngine
@@ -83,20 +79,8 @@ def run(
 
 def _batches(path: Path, *, num: int, prompts: int, group_size: int, max_tokens: int, seed: int) -> list[list[RolloutRequest]]:
     """`num` batches of arena prompts; every request has a seed of its own, so that both arms draw the same responses."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    texts = [problem.prompt for problem in islice(problems(seed), num * prompts)]
-    requests = [
-        RolloutRequest(
-            group_id=group,
-            index=index,
-            prompt_ids=np.asarray(tokenizer.encode(text), np.int32),
-            max_tokens=max_tokens,
-            temperature=1.0,
-            seed=seed + group * group_size + index,
-        )
-        for group, text in enumerate(texts)
-        for index in range(group_size)
-    ]
+    unseeded = arena_requests(path, num_prompts=num * prompts, group_size=group_size, max_tokens=max_tokens, seed=seed)
+    requests = [replace(request, seed=seed + number) for number, request in enumerate(unseeded)]
     size = prompts * group_size
     return [requests[first : first + size] for first in range(0, num * size, size)]
 

@@ -21,7 +21,7 @@ from statistics import median
 
 from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
-from paceline.bench.workload import ENGINE, Workload, arena_requests, engines, long_tailed
+from paceline.bench.workload import ENGINE, Workload, arena_requests, engines, long_tailed, rate
 from paceline.config import (
     BanditSelector,
     EagleDrafter,
@@ -174,11 +174,6 @@ def _bucket(num_requests: int) -> tuple[int, int]:
     return next(bucket for bucket in BUCKETS if bucket[0] <= num_requests <= bucket[1])
 
 
-def _rate(steps: Sequence[Step]) -> float:
-    """Tokens per second over steps that decode only."""
-    return sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps)
-
-
 def _by_bucket(batches: Sequence[Batch]) -> dict[tuple[int, int], list[Step]]:
     found: dict[tuple[int, int], list[Step]] = defaultdict(list)
     for batch in batches:
@@ -193,14 +188,14 @@ def best_table(survey: Mapping[int, Sequence[Batch]]) -> list[tuple[int, int, in
     rates: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     for k, batches in survey.items():
         for bucket, steps in _by_bucket(batches).items():
-            rates[bucket][k] = _rate(steps)
+            rates[bucket][k] = rate(steps)
     return [(*bucket, max(by_k, key=by_k.__getitem__)) for bucket, by_k in sorted(rates.items())]
 
 
 def _tail_rate(batch: Batch) -> float:
     """Tokens per second while at most two requests are in flight."""
     if batch.steps:
-        return _rate([step for step in batch.steps if step.num_requests <= TAIL_REQUESTS])
+        return rate([step for step in batch.steps if step.num_requests <= TAIL_REQUESTS])
     tail = [(active, seconds) for active, seconds in batch.step_s if active <= TAIL_REQUESTS]
     return sum(active for active, _ in tail) / sum(seconds for _, seconds in tail)
 
@@ -244,7 +239,7 @@ def _limit(batches: Mapping[str, Batch]) -> float:
     for bucket, steps in _by_bucket([batches["selector"]]).items():
         if bucket in plain:
             plain_s += sum(step.num_emitted for step in steps) * median(plain[bucket])
-            speculative_s += sum(step.num_emitted for step in steps) / _rate(steps)
+            speculative_s += sum(step.num_emitted for step in steps) / rate(steps)
     return plain_s / speculative_s
 
 
@@ -259,7 +254,7 @@ def _rates(survey: Mapping[int, Sequence[Batch]], plain: Sequence[Batch]) -> dic
         rates.setdefault(f"{bucket[0]}-{bucket[1]}", {})["plain"] = sum(a for a, _ in steps) / sum(s for _, s in steps)
     for k, batches in survey.items():
         for bucket, steps in sorted(_by_bucket(batches).items()):
-            rates.setdefault(f"{bucket[0]}-{bucket[1]}", {})[str(k)] = _rate(steps)
+            rates.setdefault(f"{bucket[0]}-{bucket[1]}", {})[str(k)] = rate(steps)
     return rates
 
 

@@ -18,7 +18,7 @@ from statistics import median
 
 from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
-from paceline.bench.workload import ENGINE, arena_requests, engines
+from paceline.bench.workload import ENGINE, arena_requests, engines, rate
 from paceline.config import EagleDrafter, MeasuredSelector, SpeculationConfig
 from paceline.evidence.measure import CpuTimes, Result, environment, middle
 from paceline.rollout.stepped import SteppedEngine
@@ -110,10 +110,6 @@ def _fall(
         # Drafts make requests of one block end within some steps of each other; the batch has fallen when the last of them has.
         level = [step for step in steps if step.num_requests == size and step.num_prefill_tokens == 0]
         first, rest = level[:AFTER_FALL], level[AFTER_FALL:]
-        ratios[size] = _rate(first) / _rate(rest)
+        ratios[size] = rate(first) / rate(rest)
     progress(f"falls {number + 1}: " + ", ".join(f"to {size}: {ratio:.2f}" for size, ratio in ratios.items()))
     return ratios
-
-
-def _rate(steps: Sequence[Step]) -> float:
-    return sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps)

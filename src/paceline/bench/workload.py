@@ -22,6 +22,7 @@ from paceline.arena.task import problems
 from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
 from paceline.rollout.engine import end_tokens
 from paceline.rollout.stepped import Batch, SteppedEngine
+from paceline.strategy.cost import Step
 from paceline.types import RolloutRequest
 
 ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compile=True, start_deadline_s=900)
@@ -67,7 +68,13 @@ def engines(
         yield started
 
 
+def rate(steps: Sequence[Step]) -> float:
+    """Tokens per second."""
+    return sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps)
+
+
 def arena_requests(model_path: Path, *, num_prompts: int, group_size: int, max_tokens: int, seed: int) -> list[RolloutRequest]:
+    """Groups of arena prompts, in order. No seeds: vLLM draws for all at once."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     return [
         RolloutRequest(

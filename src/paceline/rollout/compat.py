@@ -49,8 +49,7 @@ def sampler_is_sound() -> bool:
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
-    if current_platform.is_cpu():
-        _install_cpu_kernels()
+    install_cpu_kernels()
     device = current_platform.device_type
     temperature_B = torch.tensor([0.6, 1.3, 2.5], device=device)
     ends_B = torch.tensor([2, 5, 6], dtype=torch.int32, device=device)
@@ -64,11 +63,13 @@ def sampler_is_sound() -> bool:
     return torch.equal(expanded_T.cpu(), expected_T)
 
 
-def _install_cpu_kernels() -> None:
-    """The fault is in the CPU's replacement of a Triton kernel, which vLLM installs in its workers only."""
+def install_cpu_kernels() -> None:
+    """On the CPU vLLM replaces its Triton kernels, one of them faulty, when a worker starts; without a worker we ask for it."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
+    if not current_platform.is_cpu():
+        return
     try:
         from vllm.triton_utils.dispatcher import KernelOverride
     except ModuleNotFoundError:  # vLLM 0.30 has no kernels to install outside of a worker

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.rollout import compat
+
 if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
 
@@ -37,7 +39,7 @@ def rejection_sample(step: Verification) -> torch.Tensor:
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-    install_kernels()
+    compat.install_cpu_kernels()
     num_requests, num_drafts = step.draft_ids_BK.shape
     vocabulary = step.logits_BLV.shape[-1]
     row_BL = torch.arange(num_requests * (num_drafts + 1), dtype=torch.int32).view(num_requests, num_drafts + 1)
@@ -65,23 +67,13 @@ def draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.
     """Draft tokens and their distribution, as vLLM's probabilistic proposer makes them of a drafter's logits."""
     from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_token
 
-    install_kernels()
+    compat.install_cpu_kernels()
     num_requests, num_drafts, vocabulary = logits_BKV.shape
     temperature_N = temperature_B.repeat_interleave(num_drafts)
     ids_N, probs_NV = compute_probs_and_sample_next_token(
         logits_BKV.reshape(-1, vocabulary).clone(), _sampling_metadata(temperature_N)
     )
     return ids_N.view(num_requests, num_drafts), probs_NV.view(num_requests, num_drafts, vocabulary)
-
-
-def install_kernels() -> None:
-    """On the CPU vLLM replaces its Triton kernels when a worker starts; without a worker we ask for it."""
-    from vllm.platforms import current_platform
-    from vllm.triton_utils.dispatcher import KernelOverride
-    from vllm.v1.sample import rejection_sampler
-
-    if current_platform.is_cpu() and not isinstance(rejection_sampler.expand_kernel, KernelOverride):
-        current_platform.register_triton_kernel_overrides()
 
 
 def _sampling_metadata(temperature_B: torch.Tensor) -> SamplingMetadata:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -186,15 +187,5 @@ def _step(output: SchedulerOutput, emitted: dict[str, int], context_tokens: int,
 
 def _trace_line(step: Step, output: SchedulerOutput, emitted: dict[str, int]) -> dict[str, Any]:
     drafts = output.scheduled_spec_decode_tokens
-    return {
-        "num_requests": step.num_requests,
-        "num_prefill_tokens": step.num_prefill_tokens,
-        "context_tokens": step.context_tokens,
-        "verified": step.verified,
-        "drafted": step.drafted,
-        "seconds": step.seconds,
-        "proposed_at": step.proposed_at,
-        "accepted_at": step.accepted_at,
-        "num_emitted": step.num_emitted,
-        "requests": [[request_id, len(drafts.get(request_id, ())), num] for request_id, num in emitted.items()],
-    }
+    requests = [[request_id, len(drafts.get(request_id, ())), num] for request_id, num in emitted.items()]
+    return asdict(step) | {"requests": requests}
