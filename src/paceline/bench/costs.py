@@ -18,6 +18,7 @@ from paceline.arena.policy import resolve
 from paceline.bench.workload import ENGINE, arena_requests, engines
 from paceline.config import EagleDrafter, FixedSelector, SpeculationConfig
 from paceline.evidence.measure import CpuTimes, Result, environment
+from paceline.rollout.stepped import Order
 from paceline.strategy.cost import CostPoint, Costs, Step, save_costs
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -49,7 +50,7 @@ def run(
                 # As many tokens as the steps can emit at the most, so that nobody leaves the batch before they are over.
                 work = [replace(request, max_tokens=_STEPS * (k + 1)) for request in requests[:batch]]
                 selector = FixedSelector(draft_length=k)
-                visit = engine.run(work, selector=selector, name=f"k={k}", to_the_end=True)
+                visit = engine.run(Order(requests=work, selector=selector, name=f"k={k}", to_the_end=True))
                 cells[batch, k] += [step for step in visit.steps[1:_STEPS] if step.verified == k and step.num_requests == batch]
             progress(f"pass {number + 1} of {repetitions} over {len(order)} cells")
     costs = _costs(cells)

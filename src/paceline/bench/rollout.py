@@ -1,12 +1,16 @@
 """What speculation gains in a rollout phase: arms interleaved on one long-tailed batch of the arena's large policy.
 
     survey      every fixed draft length, twice: which table would have been best in hindsight
-    rounds      plain vLLM, the table of the survey, vLLM's static table, the best fixed lengths, k = 0, BEG-MAB, the selector, and
-                the selector with a drafter of random weights, in another order each round
+    rounds      three groups of arms, one after another; the selector is in each, and goes on learning
+                  plain vLLM, k = 0, the selector, the table of the survey, the selector with a drafter of random weights
+                  the selector, BEG-MAB, a static table
+                  the selector, the two best fixed lengths
 
-Makespans are ratios within a round, medians over rounds. What a step at (batch, k) costs and emits does not depend on what a table
-says for other batch sizes, so the time of a table is a sum over its entries, and the search over all tables is an argmax for each
-bucket of batch sizes: exhaustive without trying each one.
+The arms of a group run step by step in turn, each on an engine of its own, so that a machine that drifts slows all of them alike;
+an arm's seconds are those of its own steps. Figures are ratios within a group, medians over rounds.
+
+What a step at (batch, k) costs and emits does not depend on what a table says for other batch sizes, so its time is a sum
+over its entries, and the search over all tables is an argmax for each bucket of batch sizes: exhaustive without trying each one.
 """
 
 from __future__ import annotations
@@ -33,10 +37,12 @@ from paceline.config import (
 )
 from paceline.draft.eagle import random_drafter
 from paceline.evidence.measure import CpuTimes, Goal, Result, environment, middle
-from paceline.rollout.stepped import Batch, SteppedEngine
+from paceline.rollout.stepped import Batch, Order, SteppedEngine, lockstep
 from paceline.strategy.cost import Step
 
 MAX_DRAFT_LENGTH = 7
+CONFIG = ENGINE.model_copy(update={"kv_cache_gb": 1.5})
+"""Five engines stand beside each other; the batch needs less than half of this."""
 BUCKETS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64))
 STATIC_TABLE = ((1, 8, 5), (9, 32, 3), (33, 64, 1))
 """A table as vLLM's documentation would have one write it: long drafts for small batches."""
@@ -56,8 +62,13 @@ GOALS: dict[str, Goal] = {
 @dataclass(frozen=True, slots=True)
 class Arm:
     name: str
-    engine: str
-    selector: SelectorConfig | None
+    selector: SelectorConfig | None = None
+    engine: str = "drafter"
+
+
+PLAIN = Arm("plain", None, "plain")
+SELECTOR = Arm("selector", MeasuredSelector())
+USELESS = Arm("useless", MeasuredSelector(), "useless")
 
 
 def run(
@@ -89,34 +100,34 @@ def _measure(
     progress: Callable[[str], None],
 ) -> Result:
     before = CpuTimes.now()
-    speculations = {"plain": None, "drafter": _speculation(drafter), "useless": _speculation(useless)}
-    with engines(model_path, list(speculations.values()), seed=seed, progress=progress) as started:
-        bench = _Bench(dict(zip(speculations, started, strict=True)), progress)
-        requests = arena_requests(model_path, num_prompts=num_requests, group_size=1, max_tokens=640, seed=seed)
-        work = long_tailed(bench.engines["drafter"], model_path, requests, selector=FixedSelector(draft_length=4))
+    kinds = {"plain": None, "useless": _speculation(useless), "drafter": _speculation(drafter)}
+    speculations = [*kinds.values(), kinds["drafter"], kinds["drafter"]]
+    with engines(model_path, speculations, seed=seed, progress=progress, config=CONFIG) as started:
+        bench = _Bench(dict(zip(kinds, (started[:1], started[1:2], started[2:]), strict=True)), progress)
+        candidates = arena_requests(model_path, num_prompts=2 * num_requests, group_size=1, max_tokens=640, seed=seed)
+        work = long_tailed(started[2], model_path, candidates, num_requests=num_requests, selector=FixedSelector(draft_length=4))
         progress(f"{len(work.requests)} requests, {sum(work.lengths)} tokens, longest {max(work.lengths)}")
         survey = bench.survey(work)
         table = best_table(survey)
-        arms = _arms(table, survey)
-        rounds = [bench.round(work, arms, number) for number in range(repetitions)]
+        groups = _groups(table, survey)
+        rounds = [bench.round(work, groups, number) for number in range(repetitions)]
     figures, spread = _figures(rounds)
     return Result(
         name="rollout",
         figures=figures,
         spread=spread,
         goals=GOALS,
-        environment=environment(seeds=[seed], config={"model": model, "engine": ENGINE.model_dump(mode="json")}),
+        environment=environment(seeds=[seed], config={"model": model, "engine": CONFIG.model_dump(mode="json")}),
         details={
             "lengths": sorted(work.lengths),
-            "past_end_share": median(work.past_end_share(batch) for batch in rounds[-1].values()),
+            "past_end_share": median(work.past_end_share(batch) for batch in rounds[-1][0].values()),
             "hindsight_table": table,
             "survey_s": {k: [batch.seconds for batch in batches] for k, batches in survey.items()},
-            "makespan_s": {arm.name: [batches[arm.name].seconds for batches in rounds] for arm in arms},
-            "order": "drawn anew in every round",
-            "rate_by_batch": _rates(survey, [batches["plain"] for batches in rounds]),
+            "makespan_s": _makespans(rounds),
+            "rate_by_batch": _rates(survey, [groups[0]["plain"] for groups in rounds]),
             "accepted_by_position": _acceptance(rounds),
-            "chosen": [asdict(step) for step in rounds[-1]["selector"].steps],
-            "selector": rounds[-1]["selector"].figures,
+            "chosen": [asdict(step) for step in rounds[-1][0]["selector"].steps],
+            "selector": rounds[-1][0]["selector"].figures,
             "steal_share": CpuTimes.now().steal_share_since(before),
         },
     )
@@ -126,47 +137,60 @@ def _speculation(drafter: Path) -> SpeculationConfig:
     return SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=MAX_DRAFT_LENGTH)
 
 
+Group = Mapping[str, Batch]
+"""By name of the arm; their steps took turns."""
+Round = Sequence[Group]
+
+
 class _Bench:
-    def __init__(self, started: Mapping[str, SteppedEngine], progress: Callable[[str], None]) -> None:
-        self.engines = started
+    def __init__(self, started: Mapping[str, Sequence[SteppedEngine]], progress: Callable[[str], None]) -> None:
+        self._engines = started
         self._progress = progress
 
     def survey(self, work: Workload, repetitions: int = 2) -> dict[int, list[Batch]]:
-        """Every fixed draft length, in another order each time."""
+        """Every fixed draft length, in other company each time."""
         batches: dict[int, list[Batch]] = defaultdict(list)
+        at_once = len(self._engines["drafter"])
         for number in range(repetitions):
             lengths = list(range(MAX_DRAFT_LENGTH + 1))
             random.Random(number).shuffle(lengths)  # noqa: S311
-            for k in lengths:
-                batches[k].append(self._run(work, Arm(f"k={k}", "drafter", FixedSelector(draft_length=k))))
+            for first in range(0, len(lengths), at_once):
+                arms = {k: _fixed(k) for k in lengths[first : first + at_once]}
+                group = self._run(work, list(arms.values()))
+                for k, arm in arms.items():
+                    batches[k].append(group[arm.name])
         return dict(sorted(batches.items()))
 
-    def round(self, work: Workload, arms: Sequence[Arm], number: int) -> dict[str, Batch]:
-        order = list(arms)
-        random.Random(1000 + number).shuffle(order)  # noqa: S311
-        batches = {arm.name: self._run(work, arm) for arm in order}
-        speedup = batches["plain"].seconds / batches["selector"].seconds
+    def round(self, work: Workload, groups: Sequence[Sequence[Arm]], number: int) -> list[Group]:
+        found = [self._run(work, arms) for arms in groups]
+        speedup = found[0]["plain"].seconds / found[0]["selector"].seconds
         self._progress(f"round {number + 1}: selector {speedup:.2f} times plain")
+        return found
+
+    def _run(self, work: Workload, arms: Sequence[Arm]) -> dict[str, Batch]:
+        """The selector always on the first of the drafter's engines, where it left what it has learnt."""
+        free = {kind: list(started) for kind, started in self._engines.items()}
+        orders = [
+            (free[arm.engine].pop(0), Order(requests=work.requests, selector=arm.selector, name=arm.name, to_the_end=True))
+            for arm in sorted(arms, key=lambda arm: arm is not SELECTOR)
+        ]
+        batches = {order.name: batch for (_, order), batch in zip(orders, lockstep(orders), strict=True)}
+        self._progress("  " + ", ".join(f"{name} {batch.seconds:.2f} s" for name, batch in batches.items()))
         return batches
 
-    def _run(self, work: Workload, arm: Arm) -> Batch:
-        batch = self.engines[arm.engine].run(work.requests, selector=arm.selector, name=arm.name, to_the_end=True)
-        self._progress(f"  {arm.name:14} {batch.seconds:6.2f} s")
-        return batch
+
+def _fixed(k: int) -> Arm:
+    return Arm(f"k={k}", FixedSelector(draft_length=k))
 
 
-def _arms(table: Sequence[tuple[int, int, int]], survey: Mapping[int, Sequence[Batch]]) -> list[Arm]:
+def _groups(table: Sequence[tuple[int, int, int]], survey: Mapping[int, Sequence[Batch]]) -> list[list[Arm]]:
     by_time = sorted((k for k in survey if k), key=lambda k: median(batch.seconds for batch in survey[k]))
-    fixed = [Arm(f"k={k}", "drafter", FixedSelector(draft_length=k)) for k in by_time[:3]]
+    hindsight = Arm("hindsight", TableSelector(ranges=tuple(table)))
+    static = Arm("static table", TableSelector(ranges=STATIC_TABLE))
     return [
-        Arm("plain", "plain", None),
-        Arm("k=0", "drafter", FixedSelector(draft_length=0)),
-        *fixed,
-        Arm("static table", "drafter", TableSelector(ranges=STATIC_TABLE)),
-        Arm("hindsight", "drafter", TableSelector(ranges=tuple(table))),
-        Arm("BEG-MAB", "drafter", BanditSelector()),
-        Arm("selector", "drafter", MeasuredSelector()),
-        Arm("useless", "useless", MeasuredSelector()),
+        [PLAIN, _fixed(0), SELECTOR, hindsight, USELESS],
+        [SELECTOR, Arm("BEG-MAB", BanditSelector()), static],
+        [SELECTOR, *map(_fixed, by_time[:2])],
     ]
 
 
@@ -200,23 +224,36 @@ def _tail_rate(batch: Batch) -> float:
     return sum(active for active, _ in tail) / sum(seconds for _, seconds in tail)
 
 
-def _figures(rounds: Sequence[Mapping[str, Batch]]) -> tuple[dict[str, float], dict[str, float]]:
-    def shorter(slow: str, fast: str) -> list[float]:
-        return [batches[slow].seconds / batches[fast].seconds for batches in rounds]
+def _makespans(rounds: Sequence[Round]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for groups in rounds:
+        for group in groups:
+            for name, batch in group.items():
+                found[name].append(batch.seconds)
+    return dict(found)
 
-    fixed = [name for name in rounds[0] if name.startswith("k=") and name != "k=0"]
-    best_fixed = min(fixed, key=lambda name: median(batches[name].seconds for batches in rounds))
+
+def _figures(rounds: Sequence[Round]) -> tuple[dict[str, float], dict[str, float]]:
+    def shorter(slow: str, fast: str) -> list[float]:
+        """Ratios within the groups that have both."""
+        both = [group for groups in rounds for group in groups if slow in group and fast in group]
+        return [group[slow].seconds / group[fast].seconds for group in both]
+
+    makespans = _makespans(rounds)
+    fixed = [name for name in makespans if name.startswith("k=") and name != "k=0"]
+    best_fixed = min(fixed, key=lambda name: median(makespans[name]))
+    first = [groups[0] for groups in rounds]
     ratios = {
         "makespan_speedup": shorter("plain", "selector"),
-        "tail_speedup": [_tail_rate(batches["selector"]) / _tail_rate(batches["plain"]) for batches in rounds],
+        "tail_speedup": [_tail_rate(group["selector"]) / _tail_rate(group["plain"]) for group in first],
         "of_hindsight": shorter("hindsight", "selector"),
         "over_beg_mab": shorter("BEG-MAB", "selector"),
         "over_static_table": shorter("static table", "selector"),
         "over_best_fixed": shorter(best_fixed, "selector"),
         "k0_ratio": shorter("plain", "k=0"),
         "useless_drafter_ratio": shorter("plain", "useless"),
-        "limit": [_limit(batches) for batches in rounds],
-        "accepted_length": [_accepted_length(batches["selector"]) for batches in rounds],
+        "limit": [_limit(group) for group in first],
+        "accepted_length": [_accepted_length(group["selector"]) for group in first],
     }
     figures, spread = {}, {}
     for name, values in ratios.items():
@@ -229,7 +266,7 @@ def _accepted_length(batch: Batch) -> float:
     return 1 + sum(sum(step.accepted_at) for step in verified) / sum(step.proposed_at[0] for step in verified)
 
 
-def _limit(batches: Mapping[str, Batch]) -> float:
+def _limit(batches: Group) -> float:
     """Accepted length x plain step / speculative step, weighted by where the selector's tokens are: no draft schedule that takes
     these steps can be faster against a plain engine whose steps take what they take."""
     plain: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -258,13 +295,13 @@ def _rates(survey: Mapping[int, Sequence[Batch]], plain: Sequence[Batch]) -> dic
     return rates
 
 
-def _acceptance(rounds: Sequence[Mapping[str, Batch]]) -> dict[str, list[float]]:
+def _acceptance(rounds: Sequence[Round]) -> dict[str, list[float]]:
     """Of the drafts that had a token at a position, the share that had it accepted."""
     found = {}
     for arm in ("selector", "useless"):
         proposed, accepted = [0] * MAX_DRAFT_LENGTH, [0] * MAX_DRAFT_LENGTH
-        for batches in rounds:
-            for step in batches[arm].steps:
+        for groups in rounds:
+            for step in groups[0][arm].steps:
                 for position, (a, b) in enumerate(zip(step.proposed_at, step.accepted_at, strict=True)):
                     proposed[position] += a
                     accepted[position] += b

@@ -1,9 +1,11 @@
 """The batch that the speculation benches share: arena prompts with long-tailed lengths, the same work for every arm.
 
-Sampled lengths differ from run to run, and the longest of 64 decides a makespan, so lengths are drawn once: the policy answers
-every prompt three times, and from then on each request runs for exactly as many tokens as the shortest of these. A response that
-ends earlier still goes on past its end; how many tokens are such is reported (`past_end_share`). Requests have no seed of their
-own: vLLM then draws for all at once, which is faster in every arm.
+Sampled lengths differ from run to run, and the longest of 64 decides a makespan, so lengths are fixed once. The policy answers
+twice as many prompts as are needed, three times each. The batch gets the quantiles of these lengths; each is given to the prompt
+whose shortest answer comes nearest to it, and that is how many tokens its requests run for from then on. So the batch has the
+policy's own distribution of lengths, and few responses end before their length; those that do go on past their end, and how many
+tokens are such is reported (`past_end_share`). Requests have no seed of their own: vLLM then draws for all at once, which is faster
+in every arm.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from transformers import AutoTokenizer
 from paceline.arena.task import problems
 from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
 from paceline.rollout.engine import end_tokens
-from paceline.rollout.stepped import Batch, SteppedEngine
+from paceline.rollout.stepped import Batch, Order, SteppedEngine
 from paceline.strategy.cost import Step
 from paceline.types import RolloutRequest
 
@@ -55,7 +57,8 @@ def engines(
     progress: Callable[[str], None],
     config: EngineConfig = ENGINE,
 ) -> Iterator[list[SteppedEngine]]:
-    """One engine for each, all on all cores; they take turns. Started one after another: compiling wants every core."""
+    """One engine for each, all on all cores; they take turns. Started one after another: compiling wants every core, and engines
+    of one kind find what the first has compiled."""
     cpus = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         started = []
@@ -90,10 +93,25 @@ def arena_requests(model_path: Path, *, num_prompts: int, group_size: int, max_t
 
 
 def long_tailed(
-    engine: SteppedEngine, model_path: Path, requests: Sequence[RolloutRequest], *, selector: SelectorConfig, draws: int = 3
+    engine: SteppedEngine,
+    model_path: Path,
+    candidates: Sequence[RolloutRequest],
+    *,
+    num_requests: int,
+    selector: SelectorConfig,
+    draws: int = 3,
 ) -> Workload:
-    """Let the policy answer, and take the length of the shortest of some answers: few of the later ones end before it."""
-    answers = [engine.run(requests, selector=selector, name="lengths") for _ in range(draws)]
-    shortest = [min(map(len, of_one)) for of_one in zip(*(batch.token_ids for batch in answers), strict=True)]
-    fixed = [replace(request, max_tokens=length) for request, length in zip(requests, shortest, strict=True)]
-    return Workload(fixed, frozenset(end_tokens(model_path)))
+    """The batch described above, from prompts of which each has some chance to be in it."""
+    order = Order(requests=candidates, selector=selector, name="lengths")
+    lengths = np.array([[len(tokens) for tokens in engine.run(order).token_ids] for _ in range(draws)])
+    return Workload(match_lengths(candidates, lengths, num_requests), frozenset(end_tokens(model_path)))
+
+
+def match_lengths(candidates: Sequence[RolloutRequest], lengths: np.ndarray, num_requests: int) -> list[RolloutRequest]:
+    """`lengths`: [draw, candidate]. The longest are matched first, because few candidates come near them."""
+    unused = dict(enumerate(lengths.min(axis=0).tolist()))
+    requests = []
+    for wanted in reversed(np.quantile(lengths, (np.arange(num_requests) + 0.5) / num_requests).tolist()):
+        number = min(unused, key=lambda number: abs(unused[number] - wanted))
+        requests.append(replace(candidates[number], max_tokens=unused.pop(number)))
+    return requests

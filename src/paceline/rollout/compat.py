@@ -56,10 +56,7 @@ def sampler_is_sound() -> bool:
     expected_T = torch.tensor([0.6, 0.6, 1.3, 1.3, 1.3, 2.5])
     # Memory left over from an earlier right answer would look right again, so the allocator's free block is dirtied first.
     torch.full((6,), -1.0, device=device)
-    try:
-        expanded_T = rejection_sampler.expand_batch_to_tokens(temperature_B, ends_B, 6)
-    except TypeError:  # vLLM 0.30 outside of a worker, where there is no kernel to call; it has the fault
-        return False
+    expanded_T = rejection_sampler.expand_batch_to_tokens(temperature_B, ends_B, 6)
     return torch.equal(expanded_T.cpu(), expected_T)
 
 
@@ -72,7 +69,11 @@ def install_cpu_kernels() -> None:
         return
     try:
         from vllm.triton_utils.dispatcher import KernelOverride
-    except ModuleNotFoundError:  # vLLM 0.30 has no kernels to install outside of a worker
+    except ModuleNotFoundError:  # vLLM 0.30: its worker puts them beside the sampler's dispatchers, and the first draft kills it
+        from vllm.utils import cpu_triton_utils
+
+        for name in ("rejection_greedy_sample", "rejection_random_sample", "expand", "sample_recovered_tokens"):
+            getattr(rejection_sampler, f"_{name}").kernel = getattr(cpu_triton_utils, f"{name}_kernel")
         return
     if isinstance(rejection_sampler.expand_kernel, KernelOverride):
         return

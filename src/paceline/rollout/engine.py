@@ -453,6 +453,8 @@ def set_environment(config: EngineConfig, cpus: Sequence[int] | None, *, core_in
     shares = [cpus[i : i + per_worker] for i in range(0, len(cpus), per_worker)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     os.environ["OMP_NUM_THREADS"] = str(per_worker)
+    # vLLM cannot read back on the CPU what it compiled ahead of time and would compile at every start; its other cache works.
+    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
 def end_tokens(model_path: Path) -> list[int]:

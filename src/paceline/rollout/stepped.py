@@ -2,8 +2,8 @@
 
     SteppedEngine.run(requests, selector) ──pipe──▶ child: vllm.LLM without EngineCore process ── worker
 
-Several such engines stand beside each other and take turns, so that arms can be interleaved; between two batches another selector
-is put into the same scheduler, so that arms differ in nothing else. Offline only: no deadline, no streaming.
+Several such engines stand beside each other and take turns, batch by batch or (`lockstep`) step by step; between two batches
+another selector is put into the same scheduler, so that arms differ in nothing else. Offline only: no deadline, no streaming.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Batch:
 
     seconds: float
     finished_s: list[float]
-    """When each request finished, counted from the start, in the order of the requests."""
+    """When each request finished, counted in seconds of this engine's steps, in the order of the requests."""
     token_ids: list[list[int]]
     step_s: list[tuple[int, float]]
     """Requests in flight and seconds of every engine step, as this side of the engine sees them."""
@@ -46,12 +46,15 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
+class Order:
+    """A batch to generate. `selector` is built on the first use of `name` and kept, with what it learns, for later batches."""
+
     requests: Sequence[RolloutRequest]
-    selector: SelectorConfig | None
+    selector: SelectorConfig | None = None
     """None for an engine without speculation."""
-    name: str
-    to_the_end: bool
+    name: str = ""
+    to_the_end: bool = False
+    """Every request runs to its max_tokens, whatever it samples, so that all arms do the same work."""
 
 
 class SteppedEngine:
@@ -76,19 +79,17 @@ class SteppedEngine:
         """Until it can generate."""
         assert self._answer() == "ready"
 
-    def run(
-        self,
-        requests: Sequence[RolloutRequest],
-        *,
-        selector: SelectorConfig | None = None,
-        name: str = "",
-        to_the_end: bool = False,
-    ) -> Batch:
-        """Generate the batch; `selector` is built on the first use of `name` and kept, with what it learns, for later batches.
+    def run(self, order: Order) -> Batch:
+        (batch,) = lockstep([(self, order)])
+        return batch
 
-        `to_the_end`: every request runs to its max_tokens, whatever it samples, so that all arms do the same work.
-        """
-        self._pipe.send(_Order(requests=requests, selector=selector, name=name, to_the_end=to_the_end))
+    def begin(self, order: Order) -> None:
+        self._pipe.send(order)
+        self._answer()
+
+    def turn(self) -> float | Batch:
+        """One engine step; the share of the batch's tokens that are there, or the batch once it is done."""
+        self._pipe.send(True)
         return self._answer()
 
     def close(self) -> None:
@@ -107,6 +108,24 @@ class SteppedEngine:
         if isinstance(answer, BaseException):
             raise answer
         return answer
+
+
+def lockstep(orders: Sequence[tuple[SteppedEngine, Order]]) -> list[Batch]:
+    """Batches on several engines at once, one step of one engine at a time, and always of that whose batch has come least far: what
+    slows the machine down for a second slows all arms, in the same part of their batch. Each counts its own steps' seconds only."""
+    for engine, order in orders:
+        engine.begin(order)
+    done: dict[int, Batch] = {}
+    progress = dict.fromkeys(range(len(orders)), 0.0)
+    while progress:
+        number = min(progress, key=progress.__getitem__)
+        answer = orders[number][0].turn()
+        if isinstance(answer, Batch):
+            done[number] = answer
+            del progress[number]
+        else:
+            progress[number] = answer
+    return [done[number] for number in range(len(orders))]
 
 
 def _serve(
@@ -130,13 +149,13 @@ def _serve(
     stop_token_ids = end_tokens(model_path)
     while (order := pipe.recv()) is not None:
         try:
-            pipe.send(_run(llm, order, selectors, stop_token_ids))
+            pipe.send(_run(llm, order, selectors, stop_token_ids, pipe))
         except Exception as error:  # noqa: BLE001  it is the caller's to handle
             pipe.send(PacelineError(f"engine: {error!r}"))
     llm.llm_engine.engine_core.shutdown()
 
 
-def _run(llm: LLM, order: _Order, selectors: dict[str, Selector], stop_token_ids: Sequence[int]) -> Batch:
+def _run(llm: LLM, order: Order, selectors: dict[str, Selector], stop_token_ids: Sequence[int], pipe: Connection) -> Batch:
     from vllm.inputs.engine import tokens_input
 
     recording = _install(_scheduler(llm), order, selectors) if order.selector is not None else None
@@ -148,15 +167,20 @@ def _run(llm: LLM, order: _Order, selectors: dict[str, Selector], stop_token_ids
     finished_s = [0.0] * len(order.requests)
     token_ids: list[list[int]] = [[] for _ in order.requests]
     step_s: list[tuple[int, float]] = []
-    began_s = now_s = time.perf_counter()
+    passed_s = 0.0
+    most_tokens, num_tokens = sum(request.max_tokens for request in order.requests), 0
     while in_flight := engine.get_num_unfinished_requests():
+        pipe.send((num_tokens + sum(request.num_output_tokens for request in _scheduler(llm).running)) / most_tokens)
+        pipe.recv()
+        before_s = time.perf_counter()
         outputs = engine.step()
-        before_s, now_s = now_s, time.perf_counter()
-        step_s.append((in_flight, now_s - before_s))
+        step_s.append((in_flight, time.perf_counter() - before_s))
+        passed_s += step_s[-1][1]
         for output in cast("list[RequestOutput]", outputs):
             number = int(output.request_id)
-            finished_s[number] = now_s - began_s
+            finished_s[number] = passed_s
             token_ids[number] = list(output.outputs[0].token_ids)
+            num_tokens += len(token_ids[number])
     return Batch(
         seconds=max(finished_s),
         step_s=step_s,
@@ -189,7 +213,7 @@ class _Recording:
         return dict(self.inner.figures())
 
 
-def _install(scheduler: AdaptiveScheduler, order: _Order, selectors: dict[str, Selector]) -> _Recording:
+def _install(scheduler: AdaptiveScheduler, order: Order, selectors: dict[str, Selector]) -> _Recording:
     from paceline.strategy.select import build_selector
 
     assert order.selector is not None
