@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.bench.rollout import _accepted_length, _figures, _makespans, _tail_rate, best_table
-from paceline.bench.workload import Workload, match_lengths
+from paceline.bench.workload import Workload, give_lengths
 from paceline.evidence.measure import Result
 from paceline.evidence.rollout_page import write_rollout_page
 from paceline.rollout.stepped import Batch
@@ -113,16 +113,19 @@ def test_tokens_past_the_end_are_counted():
 
 
 def test_batch_has_the_lengths_of_the_policy():
-    """The shortest of three answers is shorter than most: a batch of these would have lost its tail."""
+    """The shortest of three answers is shorter than most: a batch of these would have lost its tail. And a response that ends
+    before its length goes on as noise, which no drafter guesses."""
     generator = np.random.default_rng(0)
-    typical_C = generator.lognormal(4, 0.8, 128)
+    typical_C = np.concatenate([generator.lognormal(4, 0.8, 64), generator.lognormal(6, 0.3, 64)])
     lengths_DC = np.maximum(typical_C * generator.lognormal(0, 0.25, (3, 128)), 5).astype(int)
+    wanted = np.quantile(lengths_DC[:, :64], (np.arange(64) + 0.5) / 64)
     prompt = np.array([3], np.int32)
     candidates = [RolloutRequest(group_id=g, index=0, prompt_ids=prompt, max_tokens=640, temperature=1.0) for g in range(128)]
-    found = match_lengths(candidates, lengths_DC, 64)
+    found = give_lengths(candidates, lengths_DC, wanted.tolist())
     assert len({request.group_id for request in found}) == 64
-    assert all(request.max_tokens == lengths_DC[:, request.group_id].min() for request in found)
-    assert sum(request.max_tokens for request in found) / 64 == pytest.approx(lengths_DC.mean(), rel=0.1)
+    assert all(request.max_tokens < lengths_DC[:, request.group_id].min() for request in found)
+    assert max(request.max_tokens for request in found) == pytest.approx(wanted.max(), rel=0.1)
+    assert sum(request.max_tokens for request in found) == pytest.approx(wanted.sum(), rel=0.15)
 
 
 def test_page_shows_every_figure_and_arm(rounds, tmp_path):

@@ -25,7 +25,7 @@ from statistics import median
 
 from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
-from paceline.bench.workload import ENGINE, Workload, arena_requests, engines, long_tailed, rate
+from paceline.bench.workload import ENGINE, Workload, engines, long_tailed, rate
 from paceline.config import (
     BanditSelector,
     EagleDrafter,
@@ -104,8 +104,8 @@ def _measure(
     speculations = [*kinds.values(), kinds["drafter"], kinds["drafter"]]
     with engines(model_path, speculations, seed=seed, progress=progress, config=CONFIG) as started:
         bench = _Bench(dict(zip(kinds, (started[:1], started[1:2], started[2:]), strict=True)), progress)
-        candidates = arena_requests(model_path, num_prompts=2 * num_requests, group_size=1, max_tokens=640, seed=seed)
-        work = long_tailed(started[2], model_path, candidates, num_requests=num_requests, selector=FixedSelector(draft_length=4))
+        drafting = FixedSelector(draft_length=4)
+        work = long_tailed(started[2], model_path, num_requests=num_requests, selector=drafting, max_tokens=640, seed=seed)
         progress(f"{len(work.requests)} requests, {sum(work.lengths)} tokens, longest {max(work.lengths)}")
         survey = bench.survey(work)
         table = best_table(survey)

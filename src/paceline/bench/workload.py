@@ -1,11 +1,11 @@
 """The batch that the speculation benches share: arena prompts with long-tailed lengths, the same work for every arm.
 
 Sampled lengths differ from run to run, and the longest of 64 decides a makespan, so lengths are fixed once. The policy answers
-twice as many prompts as are needed, three times each. The batch gets the quantiles of these lengths; each is given to the prompt
-whose shortest answer comes nearest to it, and that is how many tokens its requests run for from then on. So the batch has the
-policy's own distribution of lengths, and few responses end before their length; those that do go on past their end, and how many
-tokens are such is reported (`past_end_share`). Requests have no seed of their own: vLLM then draws for all at once, which is faster
-in every arm.
+some prompts three times; quantiles of these lengths are the lengths of the batch. Each is given to a prompt whose answers are
+longer, namely to that of whose shortest answer three quarters come nearest to it: so hardly any arm has to go on after the end of a
+response, where the policy says nothing that it was trained to say. Long prompts are added for the sake of the longest lengths. How
+many tokens come after an end all the same is reported (`past_end_share`). Requests have no seed of their own: vLLM then draws for
+all at once, which is faster in every arm.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ from paceline.strategy.cost import Step
 from paceline.types import RolloutRequest
 
 ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compile=True, start_deadline_s=900)
+
+
+_CHOICE = 2000
+"""Prompts of which the longest are added."""
+_OF_SHORTEST = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +100,28 @@ def arena_requests(model_path: Path, *, num_prompts: int, group_size: int, max_t
 def long_tailed(
     engine: SteppedEngine,
     model_path: Path,
-    candidates: Sequence[RolloutRequest],
     *,
     num_requests: int,
     selector: SelectorConfig,
+    max_tokens: int,
+    seed: int,
     draws: int = 3,
 ) -> Workload:
-    """The batch described above, from prompts of which each has some chance to be in it."""
+    """The batch described above."""
+    requests = arena_requests(model_path, num_prompts=_CHOICE + num_requests, group_size=1, max_tokens=max_tokens, seed=seed)
+    usual, others = requests[:num_requests], requests[num_requests:]
+    candidates = usual + sorted(others, key=lambda request: len(request.prompt_ids))[-num_requests:]
     order = Order(requests=candidates, selector=selector, name="lengths")
     lengths = np.array([[len(tokens) for tokens in engine.run(order).token_ids] for _ in range(draws)])
-    return Workload(match_lengths(candidates, lengths, num_requests), frozenset(end_tokens(model_path)))
+    wanted = np.quantile(lengths[:, :num_requests], (np.arange(num_requests) + 0.5) / num_requests)
+    return Workload(give_lengths(candidates, lengths, wanted.tolist()), frozenset(end_tokens(model_path)))
 
 
-def match_lengths(candidates: Sequence[RolloutRequest], lengths: np.ndarray, num_requests: int) -> list[RolloutRequest]:
-    """`lengths`: [draw, candidate]. The longest are matched first, because few candidates come near them."""
-    unused = dict(enumerate(lengths.min(axis=0).tolist()))
+def give_lengths(candidates: Sequence[RolloutRequest], lengths: np.ndarray, wanted: Sequence[float]) -> list[RolloutRequest]:
+    """`lengths`: [draw, candidate]. The longest are given first, because few candidates come near them."""
+    unused = dict(enumerate((_OF_SHORTEST * lengths.min(axis=0)).astype(int).tolist()))
     requests = []
-    for wanted in reversed(np.quantile(lengths, (np.arange(num_requests) + 0.5) / num_requests).tolist()):
-        number = min(unused, key=lambda number: abs(unused[number] - wanted))
-        requests.append(replace(candidates[number], max_tokens=unused.pop(number)))
+    for length in sorted(wanted, reverse=True):
+        number = min(unused, key=lambda number: abs(unused[number] - length))
+        requests.append(replace(candidates[number], max_tokens=max(unused.pop(number), 1)))
     return requests

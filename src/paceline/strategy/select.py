@@ -40,6 +40,9 @@ RETRY_WAIT, FIRST_WAIT, LONGEST_WAIT = 8, 32, 128
 """Steps until a draft length that disappointed, and a drafter that is out of use, is tried again; doubles each time."""
 MARGIN_HALF_LIFE = 8.0
 """Steps in which the margin halves: flapping is rare, but a small advantage that stays is taken in the end."""
+SETTLED, THINK_EVERY = 32, 4
+"""After so many steps without a change or probe, a batch of the same size is thought over in every fourth step only: the model's
+arithmetic finds the caches cold, because a step has read the whole policy since, and would itself cost one step in a hundred."""
 
 
 class Selector(Protocol):
@@ -90,6 +93,7 @@ class Measured:
         self._disappointed = [(0, 0.0, 0)] * (max_draft_length + 1)  # step until which not to try again, wait, batch
         self._step = 0
         self._last_probe = 0
+        self._num_requests = 0  # of the batch that was thought over last
         self._num_changes = 0
         self._outlook: Outlook | None = None
 
@@ -108,11 +112,9 @@ class Measured:
         self._step += 1
         self._since_drafts += 1
         self._credit = min(self._credit + self._explore, OPENING_STEPS)
-        outlook = self._outlook = self.model.outlook(num_requests, max(context_tokens, 0))
-        reach = min(2 * self.model.acceptance.reach + 1, self._max)
-        self._settle(outlook, reach)
-        if self._probe_left == 0:
-            self._start_probe(outlook, reach, num_requests)
+        self._age += 1
+        if self._must_think(num_requests):
+            self._think(num_requests, max(context_tokens, 0))
         if self._probe_left > 0:
             self._probe_left -= 1
             self._chosen = self._probe
@@ -120,10 +122,21 @@ class Measured:
             self._chosen = self._current
         return self._chosen
 
+    def _must_think(self, num_requests: int) -> bool:
+        quiet = min(self._age, self._step - self._last_probe)
+        return quiet < SETTLED or num_requests != self._num_requests or self._step % THINK_EVERY == 0
+
+    def _think(self, num_requests: int, context_tokens: int) -> None:
+        self._num_requests = num_requests
+        outlook = self._outlook = self.model.outlook(num_requests, context_tokens)
+        reach = min(2 * self.model.acceptance.reach + 1, self._max)
+        self._settle(outlook, reach)
+        if self._probe_left == 0:
+            self._start_probe(outlook, reach, num_requests)
+
     def _settle(self, outlook: Outlook, reach: int) -> None:
         log_rate_K = outlook.log_rate_K[: reach + 1]
         best = int(log_rate_K.argmax())
-        self._age += 1
         if best == self._current:
             return
         gain = log_rate_K[best] - outlook.log_rate_K[self._current]
