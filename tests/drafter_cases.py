@@ -1,15 +1,19 @@
-"""A small drafter and documents of random content for its tests."""
+"""Small drafters and documents of random content for its tests."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import Qwen3Config
 
-from paceline.draft.eagle import new_drafter
-from paceline.draft.unroll import Document
+from paceline.draft.kinds import guess, new_drafter
+from paceline.draft.lesson import Document, make_pack
 
 VOCABULARY, HIDDEN, TAPS = 24, 32, (1, 3, 4)
+KINDS = ("eagle3", "dflash")
 
 
 def policy_config(*, hidden_size: int = HIDDEN, num_layers: int = 4, vocab_size: int = VOCABULARY) -> Qwen3Config:
@@ -30,9 +34,10 @@ def make_head(seed: int = 1) -> torch.Tensor:
     return torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(seed)) / 4
 
 
-def make_drafter(*, seed: int = 0, policy_path: Path = Path("policy")):
+def make_drafter(kind: str = "eagle3", *, seed: int = 0, policy_path: Path = Path("policy")):
     embedding_VD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(2))
     return new_drafter(
+        kind,
         policy_config(),
         taps=TAPS,
         policy_path=policy_path,
@@ -58,3 +63,20 @@ def make_documents(lengths: list[tuple[int, int]], *, seed: int = 0) -> list[Doc
         )
 
     return [one(*pair) for pair in lengths]
+
+
+@contextmanager
+def recorded_logits(drafter: Any) -> Iterator[list[torch.Tensor]]:
+    logits: list[torch.Tensor] = []
+    handle = drafter.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output.detach()))
+    try:
+        yield logits
+    finally:
+        handle.remove()
+
+
+def guessed_logits(drafter: Any, documents: list[Document], num_steps: int) -> list[torch.Tensor]:
+    """By step, of every anchor."""
+    with recorded_logits(drafter) as logits:
+        guess(drafter, make_pack(documents, torch.device("cpu")), make_head(), num_steps)
+    return logits

@@ -35,6 +35,9 @@ BENCHES = {
     "sync": "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 2 minutes)",
 }
 
+_LEARNED = ("eagle3", "dflash")
+"""Kinds of drafter that are trained."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
@@ -169,7 +172,7 @@ def _add_certify_lossless(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter",
         metavar="KIND[:PATH]",
-        help="ngram, history, eagle3[:PATH] (without PATH: the arena's); replaces that of the config (ngram)",
+        help="ngram, history, eagle3[:PATH], dflash[:PATH] (without PATH: the arena's); replaces that of the config (ngram)",
     )
     parser.add_argument("--draft-length", type=int, metavar="K", help="hold the draft length at K; without a config, 3")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the certificate, one page")
@@ -182,19 +185,25 @@ def _add_certify_lossless(parser: argparse.ArgumentParser) -> None:
 def _add_draft(parser: argparse.ArgumentParser) -> None:
     train = parser.add_subparsers(required=True, metavar="ACTION").add_parser(
         "train",
-        help="warm start: an EAGLE-3 drafter from the policy's own rollouts",
+        help="warm start: an EAGLE-3 or DFlash drafter from the policy's own rollouts",
         description="Train the small model that proposes tokens for MODEL to verify. An engine samples rollouts of MODEL, the\n"
-        "learner hands out its hidden states on them, and one decoder layer learns to guess several tokens ahead.\n"
+        "learner hands out its hidden states on them, and a decoder layer or two learn to guess several tokens ahead.\n"
         "The result is a checkpoint that stock vLLM serves. At the end a table shows, on rollouts that were kept aside,\n"
         "  overlap           share of drafts that will be accepted at temperature 1, at each draft position\n"
         "  accepted length   tokens per verification that this makes at each draft length; what speculation can gain at most",
         epilog="examples:\n"
         "  paceline draft train arena:small                      into the cache, where drafter path `arena` finds it\n"
-        "  paceline draft train MODEL --data prompts.jsonl --out drafter\n"
-        "  paceline train config.toml speculation.drafter.kind=eagle3 speculation.drafter.path=drafter",
+        "  paceline draft train MODEL --data prompts.jsonl --out drafter --kind dflash\n"
+        "  paceline train config.toml speculation.drafter.kind=dflash speculation.drafter.path=drafter",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("model", metavar="MODEL", help="arena:tiny, arena:small, arena:large, or a checkpoint directory")
+    train.add_argument(
+        "--kind",
+        choices=_LEARNED,
+        default="eagle3",
+        help="eagle3: a pass for each token, accepts more; dflash: all tokens in one pass (%(default)s)",
+    )
     train.add_argument("--out", type=Path, metavar="DIR", help="where to write the drafter; without it an arena policy's is cached")
     train.add_argument("--tokens", type=int, default=1_300_000, metavar="N", help="tokens to train on (%(default)s); needs --out")
     train.add_argument("--data", type=Path, metavar="FILE", help="JSONL file with prompts; not needed for arena policies")
@@ -258,7 +267,8 @@ def _draft_train(options: argparse.Namespace) -> int:
 
     is_arena = options.model.startswith("arena:")
     if options.out is None and is_arena:
-        directory = arena.build_drafter(options.model.removeprefix("arena:"), cache_root=_cache_root(), progress=_progress)
+        name = options.model.removeprefix("arena:")
+        directory = arena.build_drafter(name, kind=options.kind, cache_root=_cache_root(), progress=_progress)
         evaluation = arena.read_evaluation(directory)
     elif options.out is None or not (is_arena or options.data):
         raise ValueError("draft train: got no --out or no --data; must have both because only arena policies bring prompts")
@@ -267,7 +277,7 @@ def _draft_train(options: argparse.Namespace) -> int:
         tokenizer = load_tokenizer(model_path)
         prompts = warmstart.read_prompts(options.data, options.prompt_key, tokenizer) if options.data else arena.prompts(tokenizer)
         recipe = warmstart.WarmStart(train_tokens=options.tokens, rollout_tokens=options.tokens // 3)
-        evaluation = warmstart.train_drafter(model_path, prompts, directory, recipe, progress=_progress)
+        evaluation = warmstart.train_drafter(options.kind, model_path, prompts, directory, recipe, progress=_progress)
     print("draft position / length  " + "".join(f"{k:8}" for k in range(1, len(evaluation.overlap) + 1)))
     print("overlap                  " + "".join(f"{value:8.3f}" for value in evaluation.overlap))
     print("accepted length          " + "".join(f"{value:8.2f}" for value in evaluation.accepted_length))
@@ -353,7 +363,7 @@ def _drafting(drafter: str | None, draft_length: int | None, *, has_speculation:
     overrides: list[str] = []
     if drafter is not None or not has_speculation:
         kind, _, path = (drafter or "ngram").partition(":")
-        path = path or ("arena" if kind == "eagle3" else "")
+        path = path or ("arena" if kind in _LEARNED else "")
         overrides.append(f'speculation.drafter={{kind = "{kind}"' + (f', path = "{path}"' if path else "") + "}")
     if draft_length is None and not has_speculation:
         draft_length = 3

@@ -95,18 +95,23 @@ class HistoryDrafter(Section):
     """Where engines on one node leave what they have seen for one another. None keeps each engine's history to itself."""
 
 
-class EagleDrafter(Section):
-    kind: Literal["eagle3"] = "eagle3"
+class LearnedDrafter(Section):
     path: str
     """A speculators checkpoint (`paceline draft train` makes one), or `arena` for the one that belongs to an arena policy."""
     draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic"
     """How the drafter proposes. Probabilistic accepts clearly more at temperature 1; both are lossless."""
 
 
-class ParallelDrafter(Section):
+class EagleDrafter(LearnedDrafter):
+    """One token a pass, each knowing those before it."""
+
+    kind: Literal["eagle3"] = "eagle3"
+
+
+class ParallelDrafter(LearnedDrafter):
+    """All k tokens in one pass, none knowing the others."""
+
     kind: Literal["dflash"] = "dflash"
-    path: str
-    """A DFlash checkpoint: k tokens in one pass."""
 
 
 DrafterConfig = Annotated[NgramDrafter | HistoryDrafter | EagleDrafter | ParallelDrafter, Field(discriminator="kind")]

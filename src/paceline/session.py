@@ -19,7 +19,7 @@ from typing import cast
 from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
 from paceline.arena.problems import arena_task
-from paceline.config import ArenaData, Config, EagleDrafter
+from paceline.config import ArenaData, Config, EagleDrafter, ParallelDrafter
 from paceline.console import ConsoleSink
 from paceline.evidence.measure import environment
 from paceline.metrics import JsonlSink, Recorder, Sink, WandbSink
@@ -73,10 +73,11 @@ async def _run(config: Config, model_path: Path, task: Task, tokenizer: Tokenize
 def with_drafter(config: Config, *, cache_root: Path, progress: Callable[[str], None]) -> Config:
     """The config with the drafter's path spelled out, where it says `arena`; that drafter is trained if it is not there yet."""
     speculation = config.speculation
-    if speculation is None or not isinstance(speculation.drafter, EagleDrafter):
+    if speculation is None or not isinstance(speculation.drafter, EagleDrafter | ParallelDrafter):
         return config
-    path = resolve_drafter(speculation.drafter.path, config.policy.model, cache_root=cache_root, progress=progress)
-    drafter = speculation.drafter.model_copy(update={"path": str(path)})
+    drafter = speculation.drafter
+    path = resolve_drafter(drafter.path, config.policy.model, kind=drafter.kind, cache_root=cache_root, progress=progress)
+    drafter = drafter.model_copy(update={"path": str(path)})
     return config.model_copy(update={"speculation": speculation.model_copy(update={"drafter": drafter})})
 
 

@@ -8,15 +8,22 @@ from pathlib import Path
 import pytest
 
 from drafter_cases import HIDDEN, make_drafter, policy_config
+from paceline import cli
 from paceline.arena import drafter as arena
 from paceline.arena import policy
-from paceline.draft.eagle import preflight, save
+from paceline.draft.checkpoint import preflight, save
+from paceline.draft.kinds import KINDS
 from paceline.draft.trainer import Evaluation
 from paceline.run.warmstart import WarmStart, default_taps
 
 
 def test_a_path_is_taken_as_it_is() -> None:
     assert arena.resolve_drafter("runs/drafter", "arena:small", progress=print) == Path("runs/drafter")
+
+
+def test_every_kind_can_be_chosen_trained_and_found() -> None:
+    """A kind that the command offers and the arena has no recipe for would fail after the policy was built."""
+    assert set(cli._LEARNED) == set(KINDS) == set(arena.RECIPES) == set(arena._LABELS)
 
 
 def test_arena_is_refused_for_a_policy_without_a_drafter_of_its_own() -> None:
@@ -28,23 +35,27 @@ def test_another_recipe_of_policy_or_drafter_is_another_place() -> None:
     """A drafter found for a policy that it was not trained on would be accepted hardly ever, and nobody would know why."""
     small, tiny = policy.RECIPES["small"], policy.RECIPES["tiny"]
     longer = WarmStart(train_tokens=2_000_000, rollout_tokens=400_000)
-    keys = {arena._key(small, arena.RECIPES["small"]), arena._key(tiny, arena.RECIPES["small"]), arena._key(small, longer)}
+    usual = arena.RECIPES["eagle3"]["small"]
+    keys = {arena._key(small, usual), arena._key(tiny, usual), arena._key(small, longer)}
     assert len(keys) == 3
 
 
-def test_taps_of_a_grown_policy_are_where_growth_has_put_their_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "key"), [("eagle3", "eagle_aux_hidden_state_layer_ids"), ("dflash", "aux_hidden_state_layer_ids")]
+)
+def test_taps_of_a_grown_policy_are_where_growth_has_put_their_layers(kind: str, key: str, tmp_path: Path) -> None:
     large = tmp_path / "large"
     large.mkdir()
     policy_config(hidden_size=2 * HIDDEN, num_layers=12).save_pretrained(large)
     (large / "growth.json").write_text(json.dumps({"original_layers": [1, 4, 7, 10]}))
-    save(make_drafter(), tmp_path / "source")
+    save(make_drafter(kind), tmp_path / "source")
     evaluation = Evaluation(overlap=(0.9, 0.8), divergence=(0.1, 0.2), accepted_length=(1.9, 2.6), num_tokens=7)
     arena.write_evaluation(tmp_path / "source", evaluation)
     arena._widen(tmp_path / "source", tmp_path / "drafter", policy_path=large)
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     # After the first, the third and the fourth original layer; tap i is what layer i - 1 puts out.
-    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 8, 11]
-    preflight(tmp_path / "drafter", large, max_model_len=64)
+    assert config[key] == [2, 8, 11]
+    preflight(tmp_path / "drafter", large, kind=kind, max_model_len=64)
     read = arena.read_evaluation(tmp_path / "drafter")
     assert (read.overlap, read.accepted_length, read.num_tokens) == (evaluation.overlap, evaluation.accepted_length, 7)
 

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from drafter_cases import VOCABULARY, make_documents, make_drafter, make_head
+from drafter_cases import KINDS, VOCABULARY, make_documents, make_drafter, make_head
+from paceline.draft.kinds import guess
+from paceline.draft.lesson import Document, make_pack
 from paceline.draft.trainer import DrafterTrainer, Schedule, evaluate, expected_verifications
-from paceline.draft.unroll import Document, guess, make_pack
 
 CPU = torch.device("cpu")
 LENGTHS = [(3, 9), (1, 4), (6, 2), (2, 13), (4, 7)]
 SCHEDULE = Schedule(num_steps=4, tokens_per_step=25, pass_tokens=12, draft_length=4, warmup_steps=1, autocast=False)
 
 
-def gradients(packs: list[list[Document]]) -> tuple[float, dict[str, torch.Tensor]]:
-    drafter = make_drafter()
+def gradients(kind: str, packs: list[list[Document]]) -> tuple[float, dict[str, torch.Tensor]]:
+    drafter = make_drafter(kind)
     total = 0.0
     for documents in packs:
         guesses = guess(drafter, make_pack(documents, CPU), make_head(), 5)
@@ -27,24 +28,26 @@ def gradients(packs: list[list[Document]]) -> tuple[float, dict[str, torch.Tenso
     return total, {name: w.grad for name, w in drafter.named_parameters() if w.grad is not None}
 
 
-def test_packed_training_equals_unpacked_training() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_training_equals_unpacked_training(kind: str) -> None:
     """Documents that see one another in a pack learn from text that an engine never shows them."""
     documents = make_documents(LENGTHS)
-    packed_loss, packed = gradients([documents])
-    alone_loss, alone = gradients([[document] for document in documents])
+    packed_loss, packed = gradients(kind, [documents])
+    alone_loss, alone = gradients(kind, [[document] for document in documents])
     assert packed_loss == pytest.approx(alone_loss, rel=1e-5)
     assert packed.keys() == alone.keys() and "fc.weight" in packed and "embed_tokens.weight" in packed
     for name, gradient in packed.items():
         torch.testing.assert_close(gradient, alone[name], rtol=1e-3, atol=1e-5)
 
 
-def test_no_gradient_crosses_from_one_document_to_another_or_to_the_policy() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_crosses_from_one_document_to_another_or_to_the_policy(kind: str) -> None:
     first, second = make_documents([(3, 9), (2, 6)])
     head_VD = make_head().requires_grad_()
     pack = make_pack([first, second], CPU)
     pack.taps_NKD.requires_grad_()
     pack.last_AD.requires_grad_()
-    drafter = make_drafter()
+    drafter = make_drafter(kind)
     guesses = guess(drafter, pack, head_VD, 4)
     # The first document's part of the loss, by teaching only its anchors.
     alone = make_pack([first], CPU)
@@ -60,8 +63,8 @@ def test_no_gradient_crosses_from_one_document_to_another_or_to_the_policy() -> 
     assert all(weight.grad is None for name, weight in drafter.named_parameters() if name.startswith("verifier_"))
 
 
-def weights_after(stops: random.Random | None) -> dict[str, torch.Tensor]:
-    trainer = DrafterTrainer(make_drafter(), make_head(), SCHEDULE)
+def weights_after(stops: random.Random | None, kind: str = "eagle3") -> dict[str, torch.Tensor]:
+    trainer = DrafterTrainer(make_drafter(kind), make_head(), SCHEDULE)
     for seed in range(2):
         trainer.submit(make_documents(LENGTHS, seed=seed))
         while not trainer.run(lambda: stops is not None and stops.random() < 0.6):
@@ -70,10 +73,11 @@ def weights_after(stops: random.Random | None) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in trainer.drafter.state_dict().items()}
 
 
-def test_training_that_was_stopped_again_and_again_ends_at_the_same_parameters() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_that_was_stopped_again_and_again_ends_at_the_same_parameters(kind: str) -> None:
     """A worker that is recalled must not lose the micro-batches of a half-made step, nor count them twice."""
-    whole = weights_after(None)
-    interrupted = weights_after(random.Random(0))
+    whole = weights_after(None, kind)
+    interrupted = weights_after(random.Random(0), kind)
     for name, weight in whole.items():
         assert torch.equal(weight.nan_to_num(), interrupted[name].nan_to_num()), name
 
@@ -126,7 +130,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert trainer.num_skipped == trainer.num_steps or not torch.equal(before, trainer.drafter.fc.weight)
 
 
-def test_training_teaches() -> None:
+def test_training_teaches_eagle_what_follows_each_token() -> None:
     """The teacher's distribution depends on the previous token alone: a drafter must find that."""
     rng = np.random.default_rng(0)
     head_VD = make_head()
@@ -145,6 +149,31 @@ def test_training_teaches() -> None:
     trainer = DrafterTrainer(make_drafter(), head_VD, schedule)
     before = evaluate(trainer.drafter, documents, head_VD, draft_length=3)
     for _ in range(60):
+        trainer.submit(documents)
+        trainer.run(lambda: False)
+    after = evaluate(trainer.drafter, documents, head_VD, draft_length=3)
+    assert max(before.overlap) < 0.3 and min(after.overlap) > 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_teaches_what_the_taps_say(kind: str) -> None:
+    """The teacher's distribution is that of the document, and only taps tell which: deaf to them it guesses an average."""
+    rng = np.random.default_rng(0)
+    head_VD = make_head()
+    states = rng.standard_normal((8, head_VD.shape[1]), np.float32) * 4
+    documents = [
+        Document(
+            token_ids=document.token_ids,
+            num_prompt_tokens=2,
+            taps=np.broadcast_to(states[i], document.taps.shape),
+            last=np.broadcast_to(states[i], document.last.shape),
+        )
+        for i, document in enumerate(make_documents([(2, 30)] * 8))
+    ]
+    schedule = Schedule(num_steps=40, tokens_per_step=256, draft_length=3, warmup_steps=2, autocast=False)
+    trainer = DrafterTrainer(make_drafter(kind), head_VD, schedule)
+    before = evaluate(trainer.drafter, documents, head_VD, draft_length=3)
+    for _ in range(40):
         trainer.submit(documents)
         trainer.run(lambda: False)
     after = evaluate(trainer.drafter, documents, head_VD, draft_length=3)

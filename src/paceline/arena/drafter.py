@@ -18,7 +18,7 @@ from paceline.arena import policy
 from paceline.arena.cache import DEFAULT_CACHE_ROOT, Progress, build_once
 from paceline.arena.growth import GROWTH_FILE
 from paceline.arena.problems import arena_task
-from paceline.draft.eagle import widen
+from paceline.draft.checkpoint import widen
 from paceline.draft.trainer import Evaluation
 from paceline.run.task import Tokenizer
 from paceline.run.warmstart import WarmStart, default_taps, train_drafter
@@ -29,14 +29,25 @@ ARENA = "arena"
 
 EVALUATION_FILE = "evaluation.json"
 _SEED_OFFSET = 2_000_000
+_LABELS = {"eagle3": "drafter", "dflash": "dflash"}
+"""In the names of cached drafters, by kind."""
 
 RECIPES = {
-    "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000),
-    "small": WarmStart(train_tokens=700_000, rollout_tokens=350_000),
+    "eagle3": {
+        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000),
+        "small": WarmStart(train_tokens=700_000, rollout_tokens=350_000),
+    },
+    # A token costs about twice as much to train on as with EAGLE-3: the layers are two.
+    "dflash": {
+        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000),
+        "small": WarmStart(train_tokens=350_000, rollout_tokens=200_000),
+    },
 }
 
 
-def resolve_drafter(path: str, model: str, *, progress: Progress, cache_root: Path = DEFAULT_CACHE_ROOT) -> Path:
+def resolve_drafter(
+    path: str, model: str, *, kind: str = "eagle3", progress: Progress, cache_root: Path = DEFAULT_CACHE_ROOT
+) -> Path:
     """The checkpoint directory of a drafter: of `arena`, built if it is missing, or of any other string taken as a path."""
     if path != ARENA:
         return Path(path)
@@ -45,23 +56,24 @@ def resolve_drafter(path: str, model: str, *, progress: Progress, cache_root: Pa
             f"speculation.drafter.path: got {path!r} with policy.model {model!r}; must be the path of a checkpoint because only "
             "arena policies have a drafter of their own: `paceline draft train` makes one"
         )
-    return build_drafter(model.removeprefix("arena:"), progress=progress, cache_root=cache_root)
+    return build_drafter(model.removeprefix("arena:"), kind=kind, progress=progress, cache_root=cache_root)
 
 
-def build_drafter(name: str, *, progress: Progress, cache_root: Path = DEFAULT_CACHE_ROOT) -> Path:
-    """The cached drafter of the arena policy of this name, built first when it is missing or damaged."""
+def build_drafter(name: str, *, kind: str = "eagle3", progress: Progress, cache_root: Path = DEFAULT_CACHE_ROOT) -> Path:
+    """The cached drafter of this kind for the arena policy of this name, built first when it is missing or damaged."""
     model_path = policy.build(name, progress=progress, cache_root=cache_root)
     recipe = policy.RECIPES[name]
     source_name = recipe.source_name if isinstance(recipe, policy.GrownRecipe) else None
-    warm_start = RECIPES[source_name or name]
-    directory = cache_root / "arena" / f"{name}-drafter-{_key(recipe, warm_start)}"
-    label = f"drafter of arena:{name}"
+    warm_start = RECIPES[kind][source_name or name]
+    directory = cache_root / "arena" / f"{name}-{_LABELS[kind]}-{_key(recipe, warm_start)}"
+    label = f"{kind} drafter of arena:{name}"
 
     def write(temporary: Path) -> None:
         if source_name is None:
-            _train(temporary, model_path, warm_start, lambda line: progress(f"{label}: {line}"))
+            _train(kind, temporary, model_path, warm_start, lambda line: progress(f"{label}: {line}"))
         else:
-            _widen(build_drafter(source_name, progress=progress, cache_root=cache_root), temporary, policy_path=model_path)
+            source = build_drafter(source_name, kind=kind, progress=progress, cache_root=cache_root)
+            _widen(source, temporary, policy_path=model_path)
 
     return build_once(directory, write, name=label, progress=progress)
 
@@ -90,9 +102,9 @@ def _key(recipe: policy.Recipe, warm_start: WarmStart) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _train(directory: Path, model_path: Path, recipe: WarmStart, progress: Progress) -> None:
+def _train(kind: str, directory: Path, model_path: Path, recipe: WarmStart, progress: Progress) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    write_evaluation(directory, train_drafter(model_path, prompts(tokenizer), directory, recipe, progress=progress))
+    write_evaluation(directory, train_drafter(kind, model_path, prompts(tokenizer), directory, recipe, progress=progress))
 
 
 def _widen(source: Path, directory: Path, *, policy_path: Path) -> None:

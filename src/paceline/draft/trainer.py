@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.draft.unroll import Document, guess, make_pack
+from paceline.draft.kinds import guess
+from paceline.draft.lesson import Document, make_pack
 from paceline.types import Floats
 
 if TYPE_CHECKING:
-    from speculators.models.eagle3 import Eagle3DraftModel
+    from paceline.draft.checkpoint import Drafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class _MicroBatch:
 
 
 class DrafterTrainer:
-    def __init__(self, drafter: Eagle3DraftModel, head_VD: torch.Tensor, schedule: Schedule) -> None:
+    def __init__(self, drafter: Drafter, head_VD: torch.Tensor, schedule: Schedule) -> None:
         """`head_VD` is the policy's output head, which turns a document's last hidden states into the teacher's distribution."""
         self.drafter = drafter
         self.schedule = schedule
@@ -201,7 +202,7 @@ def plan_passes(documents: Sequence[Document], pass_tokens: int) -> Iterator[lis
 
 @torch.no_grad()
 def evaluate(
-    drafter: Eagle3DraftModel, documents: Sequence[Document], head_VD: torch.Tensor, *, draft_length: int, pass_tokens: int = 4096
+    drafter: Drafter, documents: Sequence[Document], head_VD: torch.Tensor, *, draft_length: int, pass_tokens: int = 4096
 ) -> Evaluation:
     """Guess every token of the documents, in float32."""
     overlap_J = torch.zeros(draft_length)
@@ -260,7 +261,7 @@ def _cut(documents: Sequence[Document], tokens_per_step: int) -> Iterator[list[D
             yield taken
 
 
-def _make_optimizers(drafter: Eagle3DraftModel, schedule: Schedule) -> list[tuple[torch.optim.Optimizer, float]]:
+def _make_optimizers(drafter: Drafter, schedule: Schedule) -> list[tuple[torch.optim.Optimizer, float]]:
     """Each optimizer with its peak learning rate."""
     trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
     matrices = {name: weight for name, weight in trained.items() if weight.ndim == 2 and name.startswith(("layers.", "fc."))}

@@ -39,10 +39,8 @@ def speculative_config(config: SpeculationConfig, engine: EngineConfig) -> dict[
             return settings | {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": longest}
         case HistoryDrafter():
             return settings | {"method": "custom_class", "model": "paceline.rollout.proposer.HistoryProposer"}
-        case EagleDrafter(path=path, draft_sampling=how):
-            return settings | {"method": "eagle3", "model": path, "draft_sample_method": how}
-        case ParallelDrafter(path=path):
-            return settings | {"method": "dflash", "model": path}
+        case EagleDrafter(kind=method, path=path, draft_sampling=how) | ParallelDrafter(kind=method, path=path, draft_sampling=how):
+            return settings | {"method": method, "model": path, "draft_sample_method": how}
 
 
 def scheduler_class(config: SpeculationConfig, *, cpu: bool) -> str:
@@ -53,7 +51,7 @@ def scheduler_class(config: SpeculationConfig, *, cpu: bool) -> str:
 
 def check_drafter(config: SpeculationConfig, model_path: Path, engine: EngineConfig) -> None:
     """Refuse a learned drafter that does not fit the policy, before an engine is started for it."""
-    if isinstance(config.drafter, EagleDrafter):
-        from paceline.draft.eagle import preflight
+    if isinstance(config.drafter, EagleDrafter | ParallelDrafter):
+        from paceline.draft.checkpoint import preflight
 
-        preflight(Path(config.drafter.path), model_path, max_model_len=engine.max_model_len)
+        preflight(Path(config.drafter.path), model_path, kind=config.drafter.kind, max_model_len=engine.max_model_len)

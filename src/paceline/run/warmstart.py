@@ -25,9 +25,10 @@ import torch
 from transformers import AutoConfig
 
 from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
-from paceline.draft.eagle import new_drafter, save
+from paceline.draft.checkpoint import save
+from paceline.draft.kinds import new_drafter
+from paceline.draft.lesson import Document
 from paceline.draft.trainer import DrafterTrainer, Evaluation, Schedule, evaluate
-from paceline.draft.unroll import Document
 from paceline.policy.learner import FsdpLearner
 from paceline.rollout.engine import VllmEngine
 from paceline.run.task import Tokenizer, make_prompt
@@ -89,8 +90,10 @@ def read_prompts(file: Path, key: str, tokenizer: Tokenizer) -> Iterator[Prompt]
     return cycle(prompts)
 
 
-def train_drafter(model_path: Path, prompts: Iterator[Prompt], out: Path, recipe: WarmStart, *, progress: Progress) -> Evaluation:
-    """Sample, train, evaluate, and write a checkpoint to `out`, which must not exist."""
+def train_drafter(
+    kind: str, model_path: Path, prompts: Iterator[Prompt], out: Path, recipe: WarmStart, *, progress: Progress
+) -> Evaluation:
+    """Sample, train a drafter of this kind (`draft.kinds`), evaluate, and write a checkpoint to `out`, which must not exist."""
     if out.exists():
         raise ValueError(f"out: got {out}, which exists; must be new because a checkpoint is never overwritten")
     config = AutoConfig.from_pretrained(model_path).get_text_config()
@@ -98,7 +101,7 @@ def train_drafter(model_path: Path, prompts: Iterator[Prompt], out: Path, recipe
     # In the engine's precision: what it hands to the drafter and verifies with is bfloat16 too.
     learner = FsdpLearner(model_path, LearnerConfig(dtype="bfloat16", microbatch_tokens=4096), ObjectiveConfig(), temperature=1.0)
     try:
-        return _train(learner, model_path, samples, out, recipe, progress)
+        return _train(kind, learner, model_path, samples, out, recipe, progress)
     finally:
         learner.close()
 
@@ -177,7 +180,7 @@ class _Teacher:
 
 
 def _train(
-    learner: FsdpLearner, model_path: Path, samples: Sequence[Sample], out: Path, recipe: WarmStart, progress: Progress
+    kind: str, learner: FsdpLearner, model_path: Path, samples: Sequence[Sample], out: Path, recipe: WarmStart, progress: Progress
 ) -> Evaluation:
     ends = np.cumsum([sample.num_response_tokens for sample in samples])
     num_heldout = int(np.searchsorted(ends, recipe.heldout_tokens)) + 1
@@ -189,6 +192,7 @@ def _train(
     heldout = teacher.documents(samples[:num_heldout])
     scales = np.sqrt(np.mean(np.concatenate([document.taps for document in heldout]) ** 2, axis=(0, 2)))
     drafter = new_drafter(
+        kind,
         config,
         taps=taps,
         policy_path=model_path,

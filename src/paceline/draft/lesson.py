@@ -1,32 +1,17 @@
-"""Training-time test: what an EAGLE-3 drafter guesses, unrolled as an engine would ask it, and the loss of these guesses.
+"""What a learned drafter of any kind is taught: rollouts with the policy's hidden states ("taps"), packed, and the loss of guesses.
 
-EAGLE-3 (https://arxiv.org/abs/2503.01840) is one decoder layer that rides on the policy's own hidden states ("taps"). After the
-policy has read x_0..x_t and the token x_{t+1} was drawn, the drafter guesses x_{t+2}, x_{t+3}, ...:
-
-    step 0   in: fc(taps at t),               token x_{t+1}   position t       out: q_0 = guess of p(x_{t+2} | ...)
-    step j   in: own output of step j - 1,    token x_{t+1+j} position t + j   out: q_j = guess of p(x_{t+2+j} | ...)
-
-In the first step every position has taps; later ones have none, because the policy has not been there yet, so the drafter feeds
-itself. It must be trained as it will be used: all steps are unrolled, from every position t of a response at once. An anchor t sees
-in step j what it would see in the engine: the step-0 keys of positions up to t, which the policy has confirmed, and its own chain
-of steps 1..j. As a mask over the keys of steps 0, 1, 2 of a document with four positions:
-
-             step 0     step 1     step 2
-    t = 0    x . . .    x . . .    x . . .
-    t = 1    x x . .    . x . .    . x . .
-    t = 2    x x x .    . . x .    . . x .
-    t = 3    x x x x    . . . x    . . . x
-
-The diagonals are dot products, never a square matrix, and documents that are packed into one pass attend inside their own blocks
-only: what is computed is what the mask leaves. speculators' own forward pass does it with a dense mask; the tests hold both equal.
+After the policy has read x_0..x_t and the token x_{t+1} was drawn, a drafter guesses x_{t+2}, x_{t+3}, ...: steps 0, 1, ... of the
+"anchor" t. It is trained as it will be used, from every anchor of a response at once. Each sees what it would see in the engine:
+the keys of positions up to t, which the policy has confirmed, and what its own guessing has added. Documents that are packed into
+one pass attend inside their own blocks only: what is computed is what the mask leaves.
 
 The teacher is the policy's whole distribution at temperature 1, not the token that was drawn: an engine accepts a draft with
 probability sum_v min(p_v, q_v) ("overlap"), so all of p matters, and the soft target has no sampling noise. Cross-entropy finds
 the distribution from any start. Overlap is what counts, but it has no gradient where q has no mass: it finishes.
 
 Dimension suffixes: N packed input positions, A anchors among them, D hidden size of the policy, H of the drafter, K taps, V
-vocabulary, J steps; inside attention H is heads, G queries that share a key head, R rows, Q queries and S keys in a row, E head
-dimension.
+vocabulary, J steps; inside attention H is heads, G queries that share a key head and its keys, R rows, Q queries and S keys in a
+row, E head dimension.
 """
 
 from __future__ import annotations
@@ -38,17 +23,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
 
 from paceline.types import Floats, Tokens
 
 if TYPE_CHECKING:
-    from speculators.models.eagle3 import Eagle3DraftModel
+    from paceline.draft.checkpoint import Drafter
 
-ATTENTION = "paceline_chain"
-"""Name of our attention in transformers; a drafter's layers must have been made with it."""
 _BLOCK_SCORES = 1 << 20
 """Attention scores of one block and head. Longer documents are cut into slices of queries: memory grows with their length, not with
 its square."""
@@ -81,7 +62,7 @@ class Block:
     query_RQ: torch.Tensor
     """Index into the queries; padding repeats index 0 and is dropped again."""
     key_RS: torch.Tensor
-    """Index into the step-0 keys."""
+    """Index into the keys of all positions."""
     last_seen_RQ: torch.Tensor
     """The last key of its row that each query sees."""
     kept_A: torch.Tensor
@@ -108,10 +89,10 @@ class Pack:
     """Teacher's hidden state for step 0; that of step j is j rows further."""
     drawn_A: torch.Tensor
     """The token that step 0 guesses; that of step j is j rows further."""
-    first: tuple[Block, ...]
-    """Attention of step 0, in which every position asks."""
-    later: tuple[Block, ...]
-    """Attention of the later steps, in which only anchors ask."""
+    everywhere: tuple[Block, ...]
+    """Attention in which every position asks."""
+    anchored: tuple[Block, ...]
+    """Attention in which only anchors ask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,8 +130,8 @@ def make_pack(documents: Sequence[Document], device: torch.device) -> Pack:
         steps_A=tensor([length - a for length, a in zip(lengths, anchors, strict=True)], torch.long),
         last_AD=tensor([document.last[prompt + 1 : length + 1] for document, length, prompt in pairs], torch.float32),
         drawn_A=tensor([document.token_ids[prompt + 2 :] for document, _, prompt in pairs], torch.long),
-        first=tuple(_blocks(lengths, [0] * len(lengths), device)),
-        later=tuple(_blocks(lengths, prompts, device)),
+        everywhere=tuple(_blocks(lengths, [0] * len(lengths), device)),
+        anchored=tuple(_blocks(lengths, prompts, device)),
     )
 
 
@@ -190,47 +171,19 @@ def _block(rows: Sequence[tuple[int, int, int, int]], device: torch.device) -> B
     )
 
 
-class _Chain:
-    """Keys and values of every step so far, handed to the layers in place of transformers' cache."""
-
-    def __init__(self) -> None:
-        self._keys: dict[int, list[torch.Tensor]] = {}
-        self._values: dict[int, list[torch.Tensor]] = {}
-
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
-        # [1, heads, tokens, E] -> [tokens, heads, E]
-        keys.append(key[0].transpose(0, 1))
-        values.append(value[0].transpose(0, 1))
-        return keys, values
-
-
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    keys: list[torch.Tensor],
-    values: list[torch.Tensor],
+def attend_blocks(
+    query_AHGE: torch.Tensor,
+    key_NHE: torch.Tensor,
+    value_NHE: torch.Tensor,
+    chain_AHGJ: torch.Tensor | None,
     blocks: Sequence[Block],
-    *,
-    scaling: float,
-    **unused: object,
-) -> tuple[torch.Tensor, None]:
-    """Attention over the mask drawn above, in the form of transformers' attention functions; keys and values come from `_Chain`."""
-    del module, unused
-    query_AHE = query[0].transpose(0, 1) * scaling
-    num_heads = keys[0].shape[1]
-    group = query_AHE.shape[1] // num_heads
-    query_AHGE = query_AHE.unflatten(1, (num_heads, group))
-    chain_score_AHGJ = torch.stack([(query_AHGE * key[:, :, None]).sum(-1) for key in keys[1:]], -1) if keys[1:] else None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of queries to the positions up to their own, and the share that is left for keys whose scores are `chain_AHGJ`:
+    those that belong to the query's own anchor."""
     num_scores = sum(block.num_scores for block in blocks)
     run: Callable[..., Any] = _attend_block if num_scores <= _BLOCK_SCORES else _attend_block_again
-    parts = [run(query_AHGE, keys[0], values[0], chain_score_AHGJ, block) for block in blocks]
-    out_AHGE = torch.cat([part[0] for part in parts])
-    if chain_score_AHGJ is not None:
-        share_AHGJ = torch.cat([part[1] for part in parts])
-        for j, value in enumerate(values[1:]):
-            out_AHGE = out_AHGE + share_AHGJ[..., j, None] * value[:, :, None]
-    return out_AHGE.flatten(1, 2)[None], None
+    parts = [run(query_AHGE, key_NHE, value_NHE, chain_AHGJ, block) for block in blocks]
+    return torch.cat([part[0] for part in parts]), None if chain_AHGJ is None else torch.cat([part[1] for part in parts])
 
 
 def _attend_block_again(*inputs: Any) -> Any:
@@ -241,7 +194,7 @@ def _attend_block_again(*inputs: Any) -> Any:
 def _attend_block(
     query_AHGE: torch.Tensor, key_NHE: torch.Tensor, value_NHE: torch.Tensor, chain_AHGJ: torch.Tensor | None, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of the block's queries: attention to step 0, and the shares of their own chain's keys."""
+    """Of the block's queries: attention to the positions, and the shares of their own anchor's keys."""
     query_RHGQE = _take(query_AHGE, block.query_RQ).permute(0, 2, 3, 1, 4)
     key_RHES = _take(key_NHE, block.key_RS).permute(0, 2, 3, 1)
     value_RHSE = _take(value_NHE, block.key_RS).transpose(1, 2)
@@ -263,57 +216,30 @@ def _take(rows: torch.Tensor, index_RQ: torch.Tensor) -> torch.Tensor:
     return rows.index_select(0, index_RQ.flatten()).unflatten(0, index_RQ.shape)  # twice as fast backwards as rows[index_RQ]
 
 
-AttentionInterface.register(ATTENTION, cast("Any", _attend))
-
-
-def guess(drafter: Eagle3DraftModel, pack: Pack, head_VD: torch.Tensor, num_steps: int, *, overlap_share: float = 0.0) -> Guesses:
-    """Unroll `num_steps` steps from every anchor against the policy's distribution; `head_VD` is the policy's output head. The loss
-    is cross-entropy, but for `overlap_share` of it, which is the share of drafts that are not accepted."""
-    chain = cast("Any", _Chain())
+def judge(
+    drafter: Drafter, pack: Pack, normed: Sequence[torch.Tensor], head_VD: torch.Tensor, *, overlap_share: float = 0.0
+) -> Guesses:
+    """Guesses against the policy's distribution. `normed` is, by step, what every anchor hands to the drafter's output head;
+    `head_VD` is the policy's. The loss is cross-entropy, but for `overlap_share` of it, which is the share of drafts that are not
+    accepted."""
     num_anchors = len(pack.anchor_A)
-    hidden_NH = _combine(drafter, pack.taps_NKD.flatten(1))
-    token_N, position_N, blocks = pack.token_N, pack.position_N, pack.first
     columns: list[tuple[torch.Tensor, ...]] = []
-    for step in range(num_steps):
-        inputs = torch.cat([drafter.embed_tokens(token_N), hidden_NH.to(drafter.embed_tokens.weight.dtype)], -1)[None]
-        rope = drafter.rotary_emb(inputs, position_N[None])
-        hidden = inputs
-        for layer in drafter.layers:
-            hidden = layer(hidden, attention_mask=blocks, past_key_values=chain, position_embeddings=rope)
-        hidden_NH = hidden[0]
-        if step == 0:
-            hidden_NH, blocks = hidden_NH[pack.anchor_A], pack.later
-        normed_AH = drafter.norm(hidden_NH)
-        if drafter.config.norm_output:
-            hidden_NH = normed_AH
-        row_A = torch.arange(num_anchors, device=pack.anchor_A.device) + step
+    for step, normed_AH in enumerate(normed):
+        row_A = (torch.arange(num_anchors, device=pack.anchor_A.device) + step).clamp(max=num_anchors - 1)
         taught_A = pack.steps_A > step
-        row_A = row_A.clamp(max=num_anchors - 1)
         columns.append(_teach(drafter, normed_AH, pack.last_AD[row_A], pack.drawn_A[row_A], taught_A, head_VD, overlap_share))
-        next_A = (pack.anchor_A + step + 1).clamp(max=len(pack.token_N) - 1)
-        token_N, position_N = pack.token_N[next_A], pack.position_N[pack.anchor_A] + step + 1
     loss_J, divergence_J, overlap_J, accept_JA = (torch.stack(column) for column in zip(*columns, strict=True))
     return Guesses(
         loss=loss_J.sum(),
         divergence_J=divergence_J,
         overlap_J=overlap_J,
-        count_J=torch.stack([(pack.steps_A > step).sum() for step in range(num_steps)]),
+        count_J=torch.stack([(pack.steps_A > step).sum() for step in range(len(normed))]),
         accept_AJ=accept_JA.T,
     )
 
 
-def _combine(drafter: Eagle3DraftModel, taps_NC: torch.Tensor) -> torch.Tensor:
-    """The drafter's input in place of the policy's hidden states, as vLLM's `combine_hidden_states`."""
-    if drafter.input_norm is not None:
-        taps_NC = drafter.input_norm(taps_NC)
-    if drafter.fc_norm is not None:
-        chunks = taps_NC.chunk(len(drafter.fc_norm), -1)
-        taps_NC = torch.cat([norm(chunk) for norm, chunk in zip(drafter.fc_norm, chunks, strict=True)], -1)
-    return drafter.fc(taps_NC)
-
-
 def _teach(
-    drafter: Eagle3DraftModel,
+    drafter: Drafter,
     normed_AH: torch.Tensor,
     last_AD: torch.Tensor,
     drawn_A: torch.Tensor,
@@ -335,7 +261,7 @@ def _teach(
 
 
 def _teach_chunk(
-    drafter: Eagle3DraftModel,
+    drafter: Drafter,
     normed_AH: torch.Tensor,
     last_AD: torch.Tensor,
     drawn_A: torch.Tensor,

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paceline.config import EagleDrafter, EngineConfig, FixedSelector, SpeculationConfig
-from paceline.draft.eagle import load
-from paceline.draft.unroll import Document, guess, make_pack
+from paceline.config import EngineConfig, FixedSelector, SpeculationConfig
+from paceline.draft.checkpoint import load
+from paceline.draft.kinds import guess
+from paceline.draft.lesson import Document, make_pack
 from paceline.rollout.engine import VllmEngine
 from paceline.run.warmstart import WarmStart, default_taps, train_drafter
 from paceline.types import Prompt, RolloutRequest, Tokens
@@ -31,11 +32,16 @@ def make_prompts(num: int, *, seed: int) -> list[Prompt]:
     return [Prompt(id=str(i), text="", token_ids=token_ids, row={}) for i, token_ids in enumerate(ids)]
 
 
+@pytest.fixture(scope="module", params=["eagle3", "dflash"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def drafter_path(policy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drafter_path(kind: str, policy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("drafter") / "drafter"
     recipe = WarmStart(train_tokens=30_000, rollout_tokens=6_000, heldout_tokens=1_000, max_tokens=60, max_num_seqs=64)
-    train_drafter(policy_path, iter(make_prompts(4_000, seed=0)), out, recipe, progress=print)
+    train_drafter(kind, policy_path, iter(make_prompts(4_000, seed=0)), out, recipe, progress=print)
     return out
 
 
@@ -94,7 +100,7 @@ def replay(guesses: list[list[int]], response: Sequence[int]) -> tuple[int, int]
 
 
 def test_the_engine_drafts_what_training_unrolled_and_writes_what_it_writes_without(
-    policy_path: Path, drafter_path: Path, engine_config: EngineConfig, runner: asyncio.Runner
+    kind: str, policy_path: Path, drafter_path: Path, engine_config: EngineConfig, runner: asyncio.Runner
 ) -> None:
     """Positions, hidden states or tokens that differ by one from vLLM's would train a drafter for an engine that does not exist:
     the count of accepted drafts would differ, while the output stays right."""
@@ -102,10 +108,13 @@ def test_the_engine_drafts_what_training_unrolled_and_writes_what_it_writes_with
     plain, _ = runner.run(generate(policy_path, engine_config, [prompt.token_ids for prompt in prompts], BEYOND, None))
     endless = [(p.token_ids, ids) for p, ids in zip(prompts, plain, strict=True) if END_TOKEN not in ids]
     assert len(endless) >= 8
-    speculation = SpeculationConfig(
-        drafter=EagleDrafter(path=str(drafter_path)),
-        max_draft_length=DRAFT_LENGTH,
-        selector=FixedSelector(draft_length=DRAFT_LENGTH),
+    # Drafts shorter than those that the engine was started for, as a selector asks for.
+    speculation = SpeculationConfig.model_validate(
+        {
+            "drafter": {"kind": kind, "path": str(drafter_path)},
+            "max_draft_length": DRAFT_LENGTH + 2,
+            "selector": FixedSelector(draft_length=DRAFT_LENGTH),
+        }
     )
     written, metrics = runner.run(generate(policy_path, engine_config, [ids for ids, _ in endless], MAX_TOKENS, speculation))
     for ids, (_, expected) in zip(written, endless, strict=True):
