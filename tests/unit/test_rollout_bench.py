@@ -150,4 +150,5 @@ def test_page_shows_every_figure_and_arm(rounds, tmp_path):
     assert "3.00 times sooner" in page
     assert all(name in page for name in _makespans(rounds))
     assert page.count("<svg") == 4
+    assert "mathdefault" not in page  # a tick label that nobody can read
     assert "goal &gt;= 2.5" in page

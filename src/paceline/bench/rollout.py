@@ -35,7 +35,7 @@ from paceline.config import (
     SpeculationConfig,
     TableSelector,
 )
-from paceline.draft.eagle import random_drafter
+from paceline.draft.checkpoint import random_drafter
 from paceline.evidence.measure import CpuTimes, Goal, Result, environment, middle
 from paceline.rollout.stepped import Batch, Order, SteppedEngine, lockstep
 from paceline.strategy.cost import Step
@@ -162,7 +162,7 @@ class _Bench:
         return dict(sorted(batches.items()))
 
     def round(self, work: Workload, groups: Sequence[Sequence[Arm]], number: int) -> list[Group]:
-        found = [self._run(work, arms) for arms in groups]
+        found: list[Group] = [self._run(work, arms) for arms in groups]
         speedup = found[0]["plain"].seconds / found[0]["selector"].seconds
         self._progress(f"round {number + 1}: selector {speedup:.2f} times plain")
         return found

@@ -33,7 +33,6 @@ from paceline.draft.checkpoint import (
     EAGLE3_TAPS,
     attention_name,
     layer_settings,
-    random_drafter,  # noqa: F401  for bench/rollout.py, until it imports it from there
     speculators_config,
 )
 from paceline.draft.lesson import Block, Guesses, Pack, attend_blocks, judge

@@ -57,7 +57,7 @@ def _makespan_panel(makespan_s: Mapping[str, Sequence[float]], speedup: float) -
     axes.set_yticks(range(len(arms)), arms)
     axes.invert_yaxis()
     axes.grid(visible=False)
-    axes.set_xlabel("makespan, s (bar: median; dots: rounds)")
+    axes.set_xlabel("makespan, s (bar: median; dots: runs)")
     note = "The same requests for every arm, each run to the same number of tokens; the arms of a group took turns step by step."
     return Panel(title=title, note=note, svg=svg(figure, title))
 
@@ -69,7 +69,10 @@ def _choice_panel(steps: Sequence[Mapping[str, Any]]) -> Panel:
     at_s = np.cumsum([step["seconds"] for step in steps])
     top.step(at_s, [step["num_requests"] for step in steps], color=ORANGE, where="post")
     top.set_ylabel("active requests")
-    top.set_yscale("log", base=2)
+    top.set_yscale("log")
+    ticks = [2**power for power in range(max(step["num_requests"] for step in steps).bit_length())]
+    top.set_yticks(ticks, [str(tick) for tick in ticks], minor=False)
+    top.set_yticks([], minor=True)
     bottom.step(at_s, [step["drafted"] for step in steps], color=BLUE, where="post", linewidth=1)
     bottom.set_ylabel("chosen k")
     bottom.set_xlabel("seconds since the start of the batch")
