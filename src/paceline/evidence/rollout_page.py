@@ -58,7 +58,7 @@ def _makespan_panel(makespan_s: Mapping[str, Sequence[float]], speedup: float) -
     axes.invert_yaxis()
     axes.grid(visible=False)
     axes.set_xlabel("makespan, s (bar: median; dots: runs)")
-    note = "The same requests for every arm, each run to the same number of tokens; the arms of a group took turns step by step."
+    note = "The same requests for every arm, each run to the same number of tokens; arms took turns within the batch."
     return Panel(title=title, note=note, svg=svg(figure, title))
 
 
