@@ -1,11 +1,11 @@
 """The batch that the speculation benches share: arena prompts with long-tailed lengths, the same work for every arm.
 
 Sampled lengths differ from run to run, and the longest of 64 decides a makespan, so lengths are fixed once. The policy answers
-some prompts three times; quantiles of these lengths are the lengths of the batch. Each is given to a prompt whose answers are
-longer, namely to that of whose shortest answer three quarters come nearest to it: so hardly any arm has to go on after the end of a
-response, where the policy says nothing that it was trained to say. Long prompts are added for the sake of the longest lengths. How
-many tokens come after an end all the same is reported (`past_end_share`). Requests have no seed of their own: vLLM then draws for
-all at once, which is faster in every arm.
+some prompts three times, and the lengths of the batch are those of the answers with the middle one of the three longest. Each is
+given to a prompt whose answers are longer, namely to that of whose shortest answer three quarters come nearest to it: so hardly any
+arm has to go on after the end of a response, where the policy says nothing that it was trained to say. Long prompts are added for
+the sake of the longest lengths. How many tokens come after an end all the same is reported (`past_end_share`). Requests have no
+seed of their own: vLLM then draws for all at once, which is faster in every arm.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def long_tailed(
     candidates = usual + sorted(others, key=lambda request: len(request.prompt_ids))[-num_requests:]
     order = Order(requests=candidates, selector=selector, name="lengths")
     lengths = np.array([[len(tokens) for tokens in engine.run(order).token_ids] for _ in range(draws)])
-    wanted = np.quantile(lengths[:, :num_requests], (np.arange(num_requests) + 0.5) / num_requests)
-    return Workload(give_lengths(candidates, lengths, wanted.tolist()), frozenset(end_tokens(model_path)))
+    usual_lengths = sorted(lengths[:, :num_requests].tolist(), key=max)
+    return Workload(give_lengths(candidates, lengths, usual_lengths[draws // 2]), frozenset(end_tokens(model_path)))
 
 
 def give_lengths(candidates: Sequence[RolloutRequest], lengths: np.ndarray, wanted: Sequence[float]) -> list[RolloutRequest]:
