@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import cast
+
 import numpy as np
 import pytest
 
@@ -9,7 +12,7 @@ from paceline.bench.rollout import _accepted_length, _figures, _makespans, _tail
 from paceline.bench.workload import Workload, give_lengths
 from paceline.evidence.measure import Result
 from paceline.evidence.rollout_page import write_rollout_page
-from paceline.rollout.stepped import Batch
+from paceline.rollout.stepped import Batch, Order, SteppedEngine, lockstep
 from paceline.strategy.cost import Step
 from paceline.types import RolloutRequest
 
@@ -100,6 +103,34 @@ def test_figures_are_ratios_within_a_round(rounds):
     assert figures["useless_drafter_ratio"] == pytest.approx(30 / 30.5)
     assert figures["tail_speedup"] == pytest.approx(3.0)
     assert figures["limit"] == pytest.approx(3.0)
+
+
+class TurnTaking:
+    """An engine that notes when it had its turns; one of its steps generates `share` of the batch."""
+
+    def __init__(self, name: str, share: float, turns: list[str]) -> None:
+        self.name, self.share, self.turns, self.progress = name, share, turns, 0.0
+
+    def begin(self, order: Order) -> None:
+        self.turns.append(f"begin {self.name}")
+
+    def turn(self) -> float | Batch:
+        self.turns.append(self.name)
+        self.progress += self.share
+        return self.progress if self.progress < 0.999 else batch(len(self.turns))
+
+
+def test_arms_take_turns_within_the_batch():
+    """Arms that ran one after another would each meet another machine; and the answers must not be mixed up."""
+    turns: list[str] = []
+    fast, slow = TurnTaking("fast", 0.06, turns), TurnTaking("slow", 0.02, turns)
+    order = Order(requests=[])
+    done = lockstep([(cast("SteppedEngine", slow), order), (cast("SteppedEngine", fast), order)])
+    assert turns[:9] == ["begin slow", "begin fast", *["slow"] * 5, *["fast"] * 2]
+    changes = sum(a != b for a, b in pairwise(turns[2:]))
+    assert changes >= 15
+    assert turns.count("slow") == 50
+    assert done[0].seconds == turns.index("slow", len(turns) - 1 - turns[::-1].index("slow")) + 1
 
 
 def test_tokens_past_the_end_are_counted():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -44,7 +44,7 @@ class Batch:
     step_s: list[tuple[int, float]]
     """Requests in flight and seconds of every engine step, as this side of the engine sees them."""
     steps: list[Step]
-    """The same as the scheduler sees them; empty for an engine without speculation."""
+    """What the scheduler saw of them, with the seconds of `step_s`; empty for an engine without speculation."""
     figures: dict[str, float]
     """What the selector believed in the end."""
 
@@ -181,8 +181,11 @@ def _run(llm: LLM, order: Order, selectors: dict[str, Selector], stop_token_ids:
         pipe.recv()
         before_s = time.perf_counter()
         outputs = engine.step()
-        step_s.append((in_flight, time.perf_counter() - before_s))
-        passed_s += step_s[-1][1]
+        seconds = time.perf_counter() - before_s
+        step_s.append((in_flight, seconds))
+        passed_s += seconds
+        if recording is not None:
+            recording.take(seconds)
         for output in cast("list[RequestOutput]", outputs):
             number = int(output.request_id)
             finished_s[number] = passed_s
@@ -203,18 +206,26 @@ def _scheduler(llm: LLM) -> AdaptiveScheduler:
 
 
 class _Recording:
-    """A selector that keeps the steps which it is shown."""
+    """A selector that keeps the steps which it is shown. Its own clock stops before the engine hands out what was generated; a
+    comparison with an engine that has no selector needs the clock that both have."""
 
     def __init__(self, inner: Selector) -> None:
         self.inner = inner
         self.steps: list[Step] = []
+        self._last: Step | None = None
 
     def choose(self, num_requests: int, context_tokens: int) -> int:
         return self.inner.choose(num_requests, context_tokens)
 
     def observe(self, step: Step) -> None:
-        self.steps.append(step)
+        self._last = step
         self.inner.observe(step)
+
+    def take(self, seconds: float) -> None:
+        """Keep the step that has just been shown, if there was one."""
+        if self._last is not None:
+            self.steps.append(replace(self._last, seconds=seconds))
+            self._last = None
 
     def figures(self) -> dict[str, float]:
         return dict(self.inner.figures())
