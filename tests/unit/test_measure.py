@@ -104,3 +104,11 @@ def test_steal_share_is_of_the_time_between():
     assert CpuTimes(steal=35, total=1100).steal_share_since(before) == 0.25
     assert before.steal_share_since(before) == 0.0
     assert CpuTimes.now().total > 0
+
+
+def test_result_does_not_name_the_users_home(tmp_path: Path):
+    """Results are committed and shown; where somebody keeps his cache is nobody's business."""
+    home = Path.home() / "cache"
+    Result(name="x", figures={}, spread={}, goals={}, environment={"drafter": str(home)}).write(tmp_path / "x.json")
+    assert str(home) not in (tmp_path / "x.json").read_text()
+    assert json.loads((tmp_path / "x.json").read_text())["environment"]["drafter"] == "~/cache"

@@ -111,7 +111,7 @@ def _sampler(cells: Sequence[Mapping[str, Any]]) -> Panel:
     axes.axhline(DEVIATIONS, color=RED, linewidth=1.2)
     axes.text(0.42, DEVIATIONS + 0.3, "limit", color=SOFT)
     axes.set_xlim(0.4, max(LENGTHS) + 1.6)
-    axes.set_ylim(-4, _EDGE + 1)
+    axes.set_ylim(-7, _EDGE + 1)
     axes.set_xlabel("token of the verification step")
     axes.set_ylabel("deviations from expected")
     axes.legend(ncols=3, loc="lower right")

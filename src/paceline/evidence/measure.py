@@ -54,10 +54,11 @@ class Result:
         return all(self.met(figure) for figure in self.goals)
 
     def write(self, path: Path) -> None:
-        """Write the contract's JSON in one move: a reader never sees half of it."""
+        """Write the contract's JSON in one move: a reader never sees half of it. It is made to be shown, so the user's home is ~."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=2, default=_plain) + "\n", encoding="utf-8")
+        text = json.dumps(asdict(self), indent=2, default=_plain).replace(f'"{Path.home()}/', '"~/')
+        temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(path)
 
 
