@@ -54,7 +54,7 @@ class Result:
         return all(self.met(figure) for figure in self.goals)
 
     def write(self, path: Path) -> None:
-        """Write the contract's JSON in one move: a reader never sees half of it. It is made to be shown, so the user's home is ~."""
+        """Write the contract's JSON in one move: a reader never sees half of it. It will be shown, so the user's home is ~."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
         text = json.dumps(asdict(self), indent=2, default=_plain).replace(f'"{Path.home()}/', '"~/')
