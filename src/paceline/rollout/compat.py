@@ -6,7 +6,8 @@ Two facts of the CPU backend matter:
   initialised in that process. `initialise_amx` is harmless everywhere else.
 * Under speculation, vLLM 0.32 and before take per-token temperature, top_k and top_p from uninitialised memory (vLLM issue
   55005): what is sampled at a temperature above 0 is wrong, while greedy output is right. `sampler_is_sound` asks the function at
-  fault; `mend_sampler` replaces it where, and only where, the answer is no.
+  fault; `mend_sampler` replaces it where, and only where, the answer is no. vLLM 0.30 moreover dies in its first verification,
+  because it keeps its sampler's CPU kernels where nothing calls them; `install_cpu_kernels` puts them where it calls.
 
 The shim goes when no supported vLLM needs it: `test_probe_sees_the_fault_of_the_cpu_sampler` fails on the first that does not.
 """
