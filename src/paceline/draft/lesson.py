@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -223,11 +224,13 @@ def judge(
     `head_VD` is the policy's. The loss is cross-entropy, but for `overlap_share` of it, which is the share of drafts that are not
     accepted."""
     num_anchors = len(pack.anchor_A)
+    teach = partial(_teach, drafter, head_VD=head_VD, overlap_share=overlap_share)
+    size = max(1, _CHUNK_LOGITS // len(head_VD))
     columns: list[tuple[torch.Tensor, ...]] = []
     for step, normed_AH in enumerate(normed):
         row_A = (torch.arange(num_anchors, device=pack.anchor_A.device) + step).clamp(max=num_anchors - 1)
         taught_A = pack.steps_A > step
-        columns.append(_teach(drafter, normed_AH, pack.last_AD[row_A], pack.drawn_A[row_A], taught_A, head_VD, overlap_share))
+        columns.append(_in_chunks(teach, (normed_AH, pack.last_AD[row_A], pack.drawn_A[row_A], taught_A), size))
     loss_J, divergence_J, overlap_J, accept_JA = (torch.stack(column) for column in zip(*columns, strict=True))
     return Guesses(
         loss=loss_J.sum(),
@@ -238,37 +241,27 @@ def judge(
     )
 
 
+def _in_chunks(teach: Callable[..., tuple[torch.Tensor, ...]], rows: Sequence[torch.Tensor], size: int) -> tuple[torch.Tensor, ...]:
+    """What `teach` makes of all rows, at most `size` at a time, which bounds memory."""
+    if len(rows[0]) <= size:
+        return teach(*rows)
+    chunks = zip(*(tensor.split(size) for tensor in rows), strict=True)
+    parts = [checkpoint(teach, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    loss, divergence, overlap, accept = zip(*cast("list[tuple[torch.Tensor, ...]]", parts), strict=True)
+    return torch.stack(loss).sum(), torch.stack(divergence).sum(), torch.stack(overlap).sum(), torch.cat(accept)
+
+
 def _teach(
     drafter: Drafter,
     normed_AH: torch.Tensor,
     last_AD: torch.Tensor,
     drawn_A: torch.Tensor,
     taught_A: torch.Tensor,
+    *,
     head_VD: torch.Tensor,
     overlap_share: float,
 ) -> tuple[torch.Tensor, ...]:
-    """One step's loss, divergence and overlap, each summed, and the acceptance of each drawn token; in chunks that bound memory."""
-    size = max(1, _CHUNK_LOGITS // len(head_VD))
-    if len(normed_AH) <= size:
-        return _teach_chunk(drafter, normed_AH, last_AD, drawn_A, taught_A, head_VD, overlap_share)
-    chunks = zip(*(tensor.split(size) for tensor in (normed_AH, last_AD, drawn_A, taught_A)), strict=True)
-    parts = [
-        checkpoint(_teach_chunk, drafter, *chunk, head_VD, overlap_share, use_reentrant=False, preserve_rng_state=False)
-        for chunk in chunks
-    ]
-    loss, divergence, overlap, accept = zip(*cast("list[tuple[torch.Tensor, ...]]", parts), strict=True)
-    return torch.stack(loss).sum(), torch.stack(divergence).sum(), torch.stack(overlap).sum(), torch.cat(accept)
-
-
-def _teach_chunk(
-    drafter: Drafter,
-    normed_AH: torch.Tensor,
-    last_AD: torch.Tensor,
-    drawn_A: torch.Tensor,
-    taught_A: torch.Tensor,
-    head_VD: torch.Tensor,
-    overlap_share: float,
-) -> tuple[torch.Tensor, ...]:
+    """One step's loss, divergence and overlap, each summed, and the acceptance of each drawn token."""
     with torch.no_grad():
         # In float32 whatever autocast says: the teacher is what the engine will verify with.
         with torch.autocast(last_AD.device.type, enabled=False):
