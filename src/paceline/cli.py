@@ -30,8 +30,8 @@ BENCHES = {
     "history": "history drafter on a second epoch: accepted length, and what its proposals cost (estimated: 6 minutes)",
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",
-    "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (estimated: 40 minutes)",
-    "selector": "how fast the selector learns from nothing; what a shrinking batch does (estimated: 8 minutes)",
+    "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 20 minutes)",
+    "selector": "how fast the selector learns from nothing; what a shrinking batch does (estimated: 15 minutes)",
     "sync": "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 2 minutes)",
 }
 

@@ -9,7 +9,7 @@
 The arms of a group take turns, a tenth of the batch each time, each on an engine of its own, so that a machine that drifts slows
 all of them alike; an arm's seconds are those of its own steps. Figures are ratios within a group, medians over rounds.
 
-What a step at (batch, k) costs and emits does not depend on what a table says for other batch sizes, so its time is a sum
+What a step at (batch, k) costs and emits does not depend on what a table says for other batch sizes. So a table's time is a sum
 over its entries, and the search over all tables is an argmax for each bucket of batch sizes: exhaustive without trying each one.
 """
 
