@@ -5,7 +5,10 @@ over the whole stretch; what counts is the rate of the lengths chosen around ste
 Rates of whole stretches and not of 20 steps, because the machine drifts by more than 5 % within 20 steps.
 
 Cliff: requests end in blocks, so that the batch falls from 64 to 16, 4 and 1 within few steps; the tokens per second of the 20
-steps after each fall are compared with those of the steps that follow at the same batch size.
+steps after each fall are compared with those of the steps that follow at the same batch size, over all repetitions together: a
+single run has some 30 steps at each size, and one lucky draft is 5 % of their tokens.
+
+Prompts are the arena's longest, and lengths stay below those of their answers: past its end a response is noise that nobody drafts.
 
 Stretch: what a stretch of draft length 0 does to acceptance afterwards. Nothing is drafted until the batch has fallen to 16; the
 accepted length of the steps that follow is compared with that of an engine that has drafted all the time.
@@ -21,7 +24,7 @@ from statistics import median
 
 from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
-from paceline.bench.workload import ENGINE, arena_requests, engines, rate
+from paceline.bench.workload import ENGINE, engines, long_requests, rate
 from paceline.config import EagleDrafter, MeasuredSelector, SpeculationConfig, TableSelector
 from paceline.evidence.measure import CpuTimes, Result, environment, middle
 from paceline.rollout.stepped import Order, SteppedEngine
@@ -31,29 +34,33 @@ from paceline.types import RolloutRequest
 MAX_DRAFT_LENGTH = 7
 BATCHES = (1, 4, 16, 64)
 LEARNING_STEPS = 200
-FALLS = (64, 16, 4, 1)
+LENGTH = 400
+FALLS = {64: 60, 16: 180, 4: 300, 1: 450}
+"""Batch sizes, and the tokens of the requests that end there."""
 AFTER_FALL = 20
 
 
 def run(
-    *, progress: Callable[[str], None], cache_root: Path, model: str = "arena:large", repetitions: int = 3, seed: int = 0
+    *, progress: Callable[[str], None], cache_root: Path, model: str = "arena:large", repetitions: int = 6, seed: int = 0
 ) -> Result:
     model_path = resolve(model, cache_root=cache_root, progress=progress)
     drafter = resolve_drafter("arena", model, cache_root=cache_root, progress=progress)
     speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=MAX_DRAFT_LENGTH)
     before = CpuTimes.now()
     with engines(model_path, [speculation], seed=seed, progress=progress) as (engine,):
-        requests = arena_requests(model_path, num_prompts=max(BATCHES), group_size=1, max_tokens=1, seed=seed)
-        learnt = {batch: _converge(engine, requests[:batch], progress) for batch in BATCHES}
+        requests = long_requests(model_path, num_requests=max(BATCHES), max_tokens=LENGTH, seed=seed)
+        learnt = {batch: _converge(engine, requests[-batch:], progress) for batch in BATCHES}
         work = _blocks(requests)
         falls = [_fall(engine, work, number, progress) for number in range(repetitions)]
         stretches = [_after_stretch(engine, work, progress) for _ in range(repetitions)]
     figures = {f"converged_{batch}": ratio for batch, (ratio, _) in learnt.items()}
     spread = dict.fromkeys(figures, 0.0)
     figures["converged"] = min(figures.values())
-    figures["after_fall"], spread["after_fall"] = min(
-        (middle([ratios[size] for ratios in falls]) for size in FALLS[1:]), key=lambda pair: pair[0]
-    )
+    after = {size: _after_fall([levels[size] for levels in falls]) for size in falls[0]}
+    figures |= {f"after_fall_{size}": pooled for size, (pooled, _) in after.items()}
+    spread |= {f"after_fall_{size}": max(ratios) - min(ratios) for size, (_, ratios) in after.items()}
+    worst = min(after, key=lambda size: after[size][0])
+    figures["after_fall"], spread["after_fall"] = figures[f"after_fall_{worst}"], spread[f"after_fall_{worst}"]
     figures["acceptance_after_k0"], spread["acceptance_after_k0"] = middle(stretches)
     return Result(
         name="selector",
@@ -63,7 +70,7 @@ def run(
         environment=environment(seeds=[seed], config={"model": model, "engine": ENGINE.model_dump(mode="json")}),
         details={
             "rate_by_length": {str(batch): rates for batch, (_, rates) in learnt.items()},
-            "after_fall": [{str(size): ratio for size, ratio in ratios.items()} for ratios in falls],
+            "after_fall": {str(size): ratios for size, (_, ratios) in after.items()},
             "steal_share": CpuTimes.now().steal_share_since(before),
         },
     )
@@ -73,12 +80,10 @@ def _converge(
     engine: SteppedEngine, requests: Sequence[RolloutRequest], progress: Callable[[str], None]
 ) -> tuple[float, dict[str, float]]:
     """Rate of the draft lengths chosen around step 200 over that of those chosen last; and the rate of each length."""
-    room = ENGINE.max_model_len - max(len(request.prompt_ids) for request in requests)
-    work = [replace(request, max_tokens=room) for request in requests]
     steps: list[Step] = []
     name = f"from nothing at {len(requests)}"
     while len(steps) < LEARNING_STEPS + 60:  # the selector of this name goes on with what it has learnt
-        steps += engine.run(Order(requests=work, selector=MeasuredSelector(), name=name, to_the_end=True)).steps
+        steps += engine.run(Order(requests=requests, selector=MeasuredSelector(), name=name, to_the_end=True)).steps
     steps = [step for step in steps if step.num_prefill_tokens == 0 and step.num_requests == len(requests)]
     rates = _rates(steps)
     early = [rates[step.drafted] for step in steps[LEARNING_STEPS - 20 : LEARNING_STEPS]]
@@ -104,10 +109,12 @@ def _rates(steps: Sequence[Step]) -> dict[int, float]:
 
 
 def _blocks(requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-    """64 requests that end in blocks, until 16, 4 and 1 are left."""
-    lengths = [120] * (64 - 16) + [300] * (16 - 4) + [480] * (4 - 1) + [660]
-    room = ENGINE.max_model_len - max(len(request.prompt_ids) for request in requests)
-    return [replace(request, max_tokens=min(length, room)) for request, length in zip(requests, lengths, strict=True)]
+    """64 requests that end in blocks, until 16, 4 and 1 are left; the longest prompts, which are last, last."""
+    sizes = [*FALLS, 0]
+    lengths = [
+        tokens for size, smaller, tokens in zip(FALLS, sizes[1:], FALLS.values(), strict=True) for _ in range(size - smaller)
+    ]
+    return [replace(request, max_tokens=length) for request, length in zip(requests, lengths, strict=True)]
 
 
 def _level(steps: Sequence[Step], size: int) -> list[Step]:
@@ -115,18 +122,27 @@ def _level(steps: Sequence[Step], size: int) -> list[Step]:
     return [step for step in steps if step.num_requests == size and step.num_prefill_tokens == 0]
 
 
-def _fall(engine: SteppedEngine, work: Sequence[RolloutRequest], number: int, progress: Callable[[str], None]) -> dict[int, float]:
-    """Tokens per second after each fall over those of the steps that follow at the same batch size."""
+def _fall(
+    engine: SteppedEngine, work: Sequence[RolloutRequest], number: int, progress: Callable[[str], None]
+) -> dict[int, list[Step]]:
+    """The steps at each size that the batch has fallen to."""
     steps = engine.run(Order(requests=work, selector=MeasuredSelector(), name="falls", to_the_end=True)).steps
-    levels = {size: _level(steps, size) for size in FALLS[1:]}
-    ratios = {size: rate(level[:AFTER_FALL]) / rate(level[AFTER_FALL:]) for size, level in levels.items()}
-    progress(f"falls {number + 1}: " + ", ".join(f"to {size}: {ratio:.2f}" for size, ratio in ratios.items()))
-    return ratios
+    levels = {size: _level(steps, size) for size in list(FALLS)[1:]}
+    progress(f"falls {number + 1}: " + ", ".join(f"{len(level)} steps at {size}" for size, level in levels.items()))
+    return levels
+
+
+def _after_fall(levels: Sequence[Sequence[Step]]) -> tuple[float, list[float]]:
+    """Tokens per second after a fall over those of the steps that follow at the same size: of all repetitions, and of each."""
+    first = [level[:AFTER_FALL] for level in levels]
+    later = [level[AFTER_FALL:] for level in levels]
+    each = [rate(start) / rate(rest) for start, rest in zip(first, later, strict=True)]
+    return rate([step for steps in first for step in steps]) / rate([step for steps in later for step in steps]), each
 
 
 def _after_stretch(engine: SteppedEngine, work: Sequence[RolloutRequest], progress: Callable[[str], None]) -> float:
     """Accepted length after a stretch without drafts over that without a stretch."""
-    size, k = FALLS[1], 5
+    size, k = list(FALLS)[1], 5
     accepted = []
     for name, ranges in (("stretch", ((1, size, k), (size + 1, 64, 0))), ("no stretch", ((1, 64, k),))):
         steps = engine.run(Order(requests=work, selector=TableSelector(ranges=ranges), name=name, to_the_end=True)).steps

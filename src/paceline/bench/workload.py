@@ -31,7 +31,7 @@ ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compi
 
 
 _CHOICE = 2000
-"""Prompts of which the longest are added."""
+"""Prompts of which the longest are taken where long responses are wanted."""
 _OF_SHORTEST = 0.75
 
 
@@ -97,6 +97,12 @@ def arena_requests(model_path: Path, *, num_prompts: int, group_size: int, max_t
     ]
 
 
+def long_requests(model_path: Path, *, num_requests: int, max_tokens: int, seed: int) -> list[RolloutRequest]:
+    """Those of many prompts that are the longest, whose answers are too; the longest last. None of the first `num_requests`."""
+    requests = arena_requests(model_path, num_prompts=_CHOICE + num_requests, group_size=1, max_tokens=max_tokens, seed=seed)
+    return sorted(requests[num_requests:], key=lambda request: len(request.prompt_ids))[-num_requests:]
+
+
 def long_tailed(
     engine: SteppedEngine,
     model_path: Path,
@@ -108,9 +114,8 @@ def long_tailed(
     draws: int = 3,
 ) -> Workload:
     """The batch described above."""
-    requests = arena_requests(model_path, num_prompts=_CHOICE + num_requests, group_size=1, max_tokens=max_tokens, seed=seed)
-    usual, others = requests[:num_requests], requests[num_requests:]
-    candidates = usual + sorted(others, key=lambda request: len(request.prompt_ids))[-num_requests:]
+    usual = arena_requests(model_path, num_prompts=num_requests, group_size=1, max_tokens=max_tokens, seed=seed)
+    candidates = usual + long_requests(model_path, num_requests=num_requests, max_tokens=max_tokens, seed=seed)
     order = Order(requests=candidates, selector=selector, name="lengths")
     lengths = np.array([[len(tokens) for tokens in engine.run(order).token_ids] for _ in range(draws)])
     usual_lengths = sorted(lengths[:, :num_requests].tolist(), key=max)
