@@ -4,9 +4,9 @@ Convergence: at each batch size a new selector decodes for some hundred steps. E
 over the whole stretch; what counts is the rate of the lengths chosen around step 200 against that of the lengths chosen at the end.
 Rates of whole stretches and not of 20 steps, because the machine drifts by more than 5 % within 20 steps.
 
-Cliff: requests end in blocks, so that the batch falls from 64 to 16, 4 and 1 within few steps; the tokens per second of the 20
-steps after each fall are compared with those of the steps that follow at the same batch size, over all repetitions together: a
-single run has some 30 steps at each size, and one lucky draft is 5 % of their tokens.
+Cliff: most requests end at the same length, so that the batch falls from 64 to 16, to 4 or to 1 within few steps; the tokens per
+second of the 20 steps after the fall are compared with those of the steps that follow, over all repetitions together: one lucky
+draft is 5 % of the tokens of 20 steps.
 
 Prompts are the arena's longest, and lengths stay below those of their answers: past its end a response is noise that nobody drafts.
 
@@ -35,8 +35,10 @@ MAX_DRAFT_LENGTH = 7
 BATCHES = (1, 4, 16, 64)
 LEARNING_STEPS = 200
 LENGTH = 400
-FALLS = {64: 60, 16: 180, 4: 300, 1: 450}
-"""Batch sizes, and the tokens of the requests that end there."""
+FALLS = (16, 4, 1)
+"""Requests that are left of 64."""
+FALL_AT = 60
+"""Tokens of those that are not."""
 AFTER_FALL = 20
 
 
@@ -50,9 +52,8 @@ def run(
     with engines(model_path, [speculation], seed=seed, progress=progress) as (engine,):
         requests = long_requests(model_path, num_requests=max(BATCHES), max_tokens=LENGTH, seed=seed)
         learnt = {batch: _converge(engine, requests[-batch:], progress) for batch in BATCHES}
-        work = _blocks(requests)
-        falls = [_fall(engine, work, number, progress) for number in range(repetitions)]
-        stretches = [_after_stretch(engine, work, progress) for _ in range(repetitions)]
+        falls = [_fall(engine, requests, number, progress) for number in range(repetitions)]
+        stretches = [_after_stretch(engine, requests, progress) for _ in range(repetitions)]
     figures = {f"converged_{batch}": ratio for batch, (ratio, _) in learnt.items()}
     spread = dict.fromkeys(figures, 0.0)
     figures["converged"] = min(figures.values())
@@ -108,26 +109,25 @@ def _rates(steps: Sequence[Step]) -> dict[int, float]:
     return {step.drafted: known[min(known, key=lambda k: abs(k - step.drafted))] for step in steps}
 
 
-def _blocks(requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-    """64 requests that end in blocks, until 16, 4 and 1 are left; the longest prompts, which are last, last."""
-    sizes = [*FALLS, 0]
-    lengths = [
-        tokens for size, smaller, tokens in zip(FALLS, sizes[1:], FALLS.values(), strict=True) for _ in range(size - smaller)
-    ]
-    return [replace(request, max_tokens=length) for request, length in zip(requests, lengths, strict=True)]
+def _falling(requests: Sequence[RolloutRequest], size: int) -> list[RolloutRequest]:
+    """Only `size` of them, the last and longest, go on beyond the fall."""
+    num_ending = len(requests) - size
+    return [replace(request, max_tokens=FALL_AT) for request in requests[:num_ending]] + list(requests[num_ending:])
 
 
 def _level(steps: Sequence[Step], size: int) -> list[Step]:
-    """Drafts make requests of one block end within some steps of each other; the batch has fallen when the last of them has."""
+    """Drafts make requests of one length end within some steps of each other; the batch has fallen when the last of them has."""
     return [step for step in steps if step.num_requests == size and step.num_prefill_tokens == 0]
 
 
 def _fall(
-    engine: SteppedEngine, work: Sequence[RolloutRequest], number: int, progress: Callable[[str], None]
+    engine: SteppedEngine, requests: Sequence[RolloutRequest], number: int, progress: Callable[[str], None]
 ) -> dict[int, list[Step]]:
-    """The steps at each size that the batch has fallen to."""
-    steps = engine.run(Order(requests=work, selector=MeasuredSelector(), name="falls", to_the_end=True)).steps
-    levels = {size: _level(steps, size) for size in list(FALLS)[1:]}
+    """The steps at each size that the batch has fallen to. One selector sees them all, as it would in a run."""
+    levels = {}
+    for size in FALLS:
+        order = Order(requests=_falling(requests, size), selector=MeasuredSelector(), name="falls", to_the_end=True)
+        levels[size] = _level(engine.run(order).steps, size)
     progress(f"falls {number + 1}: " + ", ".join(f"{len(level)} steps at {size}" for size, level in levels.items()))
     return levels
 
@@ -140,9 +140,10 @@ def _after_fall(levels: Sequence[Sequence[Step]]) -> tuple[float, list[float]]:
     return rate([step for steps in first for step in steps]) / rate([step for steps in later for step in steps]), each
 
 
-def _after_stretch(engine: SteppedEngine, work: Sequence[RolloutRequest], progress: Callable[[str], None]) -> float:
+def _after_stretch(engine: SteppedEngine, requests: Sequence[RolloutRequest], progress: Callable[[str], None]) -> float:
     """Accepted length after a stretch without drafts over that without a stretch."""
-    size, k = list(FALLS)[1], 5
+    size, k = FALLS[0], 5
+    work = _falling(requests, size)
     accepted = []
     for name, ranges in (("stretch", ((1, size, k), (size + 1, 64, 0))), ("no stretch", ((1, 64, k),))):
         steps = engine.run(Order(requests=work, selector=TableSelector(ranges=ranges), name=name, to_the_end=True)).steps
