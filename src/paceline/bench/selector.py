@@ -1,8 +1,8 @@
 """How fast the selector learns from nothing, and what happens when the batch shrinks at once. Real engine, arena's large policy.
 
-Convergence: at each batch size a new selector decodes for some hundred steps. Every draft length that it used has a rate, measured
-over the whole stretch; what counts is the rate of the lengths chosen around step 200 against that of the lengths chosen at the end.
-Rates of whole stretches and not of 20 steps, because the machine drifts by more than 5 % within 20 steps.
+Convergence: at each batch size a new selector decodes for some hundred steps. What counts is how fast the draft lengths are that it
+chose around step 200, against those that it chose at the end. Their rates are measured apart, by stretches of fixed draft length
+that take turns: within 20 steps the machine drifts by more than the 5 % in question.
 
 Cliff: most requests end at the same length, so that the batch falls from 64 to 16, to 4 or to 1 within few steps; the tokens per
 second of the 20 steps after the fall are compared with those of the steps that follow, over all repetitions together: one lucky
@@ -16,7 +16,6 @@ accepted length of the steps that follow is compared with that of an engine that
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from statistics import median
 from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
 from paceline.bench.workload import ENGINE, engines, long_requests, rate
-from paceline.config import EagleDrafter, MeasuredSelector, SpeculationConfig, TableSelector
+from paceline.config import EagleDrafter, FixedSelector, MeasuredSelector, SpeculationConfig, TableSelector
 from paceline.evidence.measure import CpuTimes, Result, environment, middle
 from paceline.rollout.stepped import Order, SteppedEngine
 from paceline.strategy.cost import Step
@@ -35,6 +34,7 @@ MAX_DRAFT_LENGTH = 7
 BATCHES = (1, 4, 16, 64)
 LEARNING_STEPS = 200
 LENGTH = 400
+RATE_LENGTH, RATE_TURNS = 150, 3
 FALLS = (16, 4, 1)
 """Requests that are left of 64."""
 FALL_AT = 60
@@ -53,7 +53,7 @@ def run(
         requests = long_requests(model_path, num_requests=max(BATCHES), max_tokens=LENGTH, seed=seed)
         learnt = {batch: _converge(engine, requests[-batch:], progress) for batch in BATCHES}
         falls = [_fall(engine, requests, number, progress) for number in range(repetitions)]
-        stretches = [_after_stretch(engine, requests, progress) for _ in range(repetitions)]
+        stretches = [_after_stretch(engine, requests, progress) for _ in range(repetitions // 2)]
     figures = {f"converged_{batch}": ratio for batch, (ratio, _) in learnt.items()}
     spread = dict.fromkeys(figures, 0.0)
     figures["converged"] = min(figures.values())
@@ -85,28 +85,24 @@ def _converge(
     name = f"from nothing at {len(requests)}"
     while len(steps) < LEARNING_STEPS + 60:  # the selector of this name goes on with what it has learnt
         steps += engine.run(Order(requests=requests, selector=MeasuredSelector(), name=name, to_the_end=True)).steps
-    steps = [step for step in steps if step.num_prefill_tokens == 0 and step.num_requests == len(requests)]
-    rates = _rates(steps)
-    early = [rates[step.drafted] for step in steps[LEARNING_STEPS - 20 : LEARNING_STEPS]]
-    late = [rates[step.drafted] for step in steps[-40:]]
-    ratio = (sum(early) / len(early)) / (sum(late) / len(late))
+    steps = _level(steps, len(requests))
+    early = [step.drafted for step in steps[LEARNING_STEPS - 20 : LEARNING_STEPS]]
+    late = [step.drafted for step in steps[-40:]]
+    rates = _rates(engine, requests, sorted({*early, *late}))
+    ratio = (sum(rates[k] for k in early) / len(early)) / (sum(rates[k] for k in late) / len(late))
     progress(f"batch {len(requests)}: {len(steps)} steps, {ratio:.3f} of the final rate after {LEARNING_STEPS}")
-    return ratio, {str(k): rate for k, rate in sorted(rates.items())}
+    return ratio, {str(k): rate for k, rate in rates.items()}
 
 
-def _rates(steps: Sequence[Step]) -> dict[int, float]:
-    """Tokens per second of each draft length: emitted per verification over the median step time. The lengths that were hardly
-    tried count as the nearest that was."""
-    by_length: dict[int, list[Step]] = defaultdict(list)
-    for step in steps:
-        if step.verified == step.drafted:
-            by_length[step.drafted].append(step)
-    known = {
-        k: sum(step.num_emitted for step in found) / len(found) / median(step.seconds for step in found)
-        for k, found in by_length.items()
-        if len(found) >= 4
-    }
-    return {step.drafted: known[min(known, key=lambda k: abs(k - step.drafted))] for step in steps}
+def _rates(engine: SteppedEngine, requests: Sequence[RolloutRequest], lengths: Sequence[int]) -> dict[int, float]:
+    """Tokens per second of each draft length at this batch size: medians of turns."""
+    short = [replace(request, max_tokens=RATE_LENGTH) for request in requests]
+    turns: dict[int, list[float]] = {k: [] for k in lengths}
+    for _ in range(RATE_TURNS if len(lengths) > 1 else 1):
+        for k in lengths:
+            order = Order(requests=short, selector=FixedSelector(draft_length=k), name=f"always {k}", to_the_end=True)
+            turns[k].append(rate(_level(engine.run(order).steps, len(requests))))
+    return {k: median(found) for k, found in turns.items()}
 
 
 def _falling(requests: Sequence[RolloutRequest], size: int) -> list[RolloutRequest]:
