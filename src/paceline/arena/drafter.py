@@ -34,12 +34,12 @@ _LABELS = {"eagle3": "drafter", "dflash": "dflash"}
 
 RECIPES = {
     "eagle3": {
-        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000),
+        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000, version=2),
         "small": WarmStart(train_tokens=700_000, rollout_tokens=350_000),
     },
     # A token costs about twice as much to train on as with EAGLE-3: the layers are two.
     "dflash": {
-        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000),
+        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000, version=2),
         "small": WarmStart(train_tokens=350_000, rollout_tokens=200_000),
     },
 }
