@@ -95,7 +95,7 @@ def test_short_responses_of_a_new_step_do_not_crowd_out_long_ones_of_earlier_ste
 def test_what_is_long_does_not_stay_for_ever() -> None:
     """A floor without an age would keep what the first policies said, which training would then unlearn all else for."""
     entries = [entry(1, 90), entry(5, 10), entry(8, 10)]
-    assert victims(entries, settings(1000, long_share=0.9, keep_versions=4)) == [entries[0]]
+    assert victims(entries, settings(20, long_share=0.9, keep_versions=4)) == [entries[0]], "and its room is room for the others"
     assert victims(entries, settings(1000, long_share=0.9, keep_versions=8)) == []
 
 
