@@ -28,6 +28,7 @@ BENCHES = {
     "costs": "step time and acceptance by batch and draft length on arena:large: a prior for the selector (estimated: 6 minutes)",
     "control": "cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)",
     "history": "history drafter on a second epoch: accepted length, and what its proposals cost (estimated: 6 minutes)",
+    "drafter": "does the drafter follow the policy for free and give way at once (estimated: 25 minutes)",
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",
     "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 20 minutes)",
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=formatter,
     )
     bench.add_argument("name", choices=sorted(BENCHES))
-    bench.add_argument("overrides", nargs="*", metavar="a.b=value", help="learning only: settings of the runs")
+    bench.add_argument("overrides", nargs="*", metavar="a.b=value", help="drafter, learning: settings of the runs")
     bench.add_argument("--html", type=Path, metavar="FILE", help="rollout only: write tables and pictures as one page")
     bench.add_argument("--costs", type=Path, metavar="FILE", help="costs only: write a file for speculation.selector.costs")
     _add_result_options(bench)
@@ -289,7 +290,7 @@ def _bench(options: argparse.Namespace) -> int:
     arguments: dict[str, Any] = {"progress": _progress}
     if options.name != "control":  # which needs no policy
         arguments["cache_root"] = _cache_root()
-    if options.name == "learning":
+    if options.name in ("drafter", "learning"):
         arguments["config_file"] = Path(__file__).parent / "configs" / "arena.toml"
         arguments["overrides"] = options.overrides
     if options.name == "costs":

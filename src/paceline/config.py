@@ -194,7 +194,7 @@ class DriftConfig(Section):
     """Relative change of accepted length that means nothing."""
     horizon_steps: int = Field(default=5, ge=1)
     """RL steps over which an update has to earn its cost: by then the policy has moved on."""
-    heldout_tokens: int = Field(default=8192, ge=1)
+    heldout_tokens: int = Field(default=2048, ge=1)
     """Tokens of the held-out slice on which old and new drafter are compared."""
 
 
@@ -203,6 +203,18 @@ class DrafterTrainingConfig(Section):
 
     mode: Literal["idle", "inline", "off"] = "off"
     """`idle` trains on engines that wait for the tail of a phase; `inline` after the policy update, which costs its time."""
+    when: Literal["worth it", "always"] = "worth it"
+    """`worth it` trains when what it is expected to gain, by acceptance measured against its baseline, exceeds its cost."""
+    inline_s: float = Field(default=2.0, gt=0)
+    """How long every engine's place is lent after each policy update in mode `inline`."""
+    round_tokens: int = Field(default=8192, ge=1)
+    """Tokens trained on, by all workers together, until what came of them is judged on the held-out slice."""
+    tokens_per_step: int = Field(default=1024, ge=1)
+    """Of one optimizer step, which is one micro-batch if memory allows."""
+    matrix_lr: float = Field(default=0.03, gt=0)
+    """Of Muon, for the matrices inside the drafter's layer. Lower than offline, because it never falls."""
+    other_lr: float = Field(default=0.003, gt=0)
+    """Of AdamW, for embeddings, output head and norms."""
     buffer: BufferConfig = BufferConfig()
     lease: LeaseConfig = LeaseConfig()
     drift: DriftConfig = DriftConfig()

@@ -29,11 +29,6 @@ from paceline.run.task import Task, Tokenizer, load_task, scorer
 
 def run(config: Config, *, cache_root: Path, progress: Callable[[str], None]) -> Path:
     """Train as the config says; returns the run directory. Ctrl-C and SIGTERM end every process before this returns."""
-    if config.speculation is not None and config.speculation.training.mode != "off":
-        raise ValueError(
-            f"speculation.training.mode: got {config.speculation.training.mode!r}; must be off because no run can train its "
-            "drafter yet: `paceline draft train` makes one before the run"
-        )
     model_path = resolve(config.policy.model, cache_root=cache_root, progress=progress)
     config = with_drafter(config, cache_root=cache_root, progress=progress)
     tokenizer = load_tokenizer(model_path)
@@ -71,8 +66,11 @@ async def _run(config: Config, model_path: Path, task: Task, tokenizer: Tokenize
             prompts=task.prompts,
             heldout=task.heldout,
             score=scorer(task.reward, tokenizer),
+            coach=cluster.coach,
         )
         await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"))
+        if cluster.coach is not None:
+            cluster.coach.save(directory / "drafter")
 
 
 def with_drafter(config: Config, *, cache_root: Path, progress: Callable[[str], None]) -> Config:

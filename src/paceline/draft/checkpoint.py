@@ -156,6 +156,13 @@ def random_drafter(like: Path, out: Path, *, seed: int) -> None:
     _write(out, (like / "config.json").read_text(encoding="utf-8"), weights, like / "tokenizer.json")
 
 
+def read_taps(drafter_path: Path, model_path: Path) -> tuple[int, ...]:
+    """Hidden states of the policy that a checkpoint reads, in vLLM's numbering (i: after i layers)."""
+    config = json.loads((drafter_path / "config.json").read_text(encoding="utf-8"))
+    kind = config.get("speculators_model_type", "eagle3")
+    return tuple(_taps(kind, config, _policy_config(model_path)["num_hidden_layers"]))
+
+
 def preflight(drafter_path: Path, model_path: Path, *, kind: str, max_model_len: int) -> None:
     """Refuse a drafter that does not belong to this policy, before an engine loads either. vLLM loads most of these without a word
     and accepts nothing afterwards, which looks like a poor drafter."""

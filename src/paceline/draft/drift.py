@@ -96,10 +96,11 @@ class DriftWatch:
         gain = max(drift / (1 - drift), self._last_gain)
         if gain <= self._config.noise:
             return self._decision(False, "acceptance holds", drift, gain)
-        worth = self._worth_s(gain) > self._cost_s
+        worth = self.worth_s(gain) > self._cost_s
         return self._decision(worth, "gain exceeds cost" if worth else "cost exceeds gain", drift, gain)
 
-    def _worth_s(self, gain: float) -> float:
+    def worth_s(self, gain: float) -> float:
+        """What a relative gain of accepted length saves over the horizon."""
         return self._generation_s * gain / (1 + gain) * self._config.horizon_steps
 
     def _decision(self, train: bool, why: str, drift: float, gain: float) -> Decision:
@@ -109,7 +110,7 @@ class DriftWatch:
             accepted_length=self._recent or 0.0,
             baseline=self._baseline,
             drift=drift,
-            expected_gain_s=self._worth_s(gain),
+            expected_gain_s=self.worth_s(gain),
             cost_s=self._cost_s,
         )
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 State = dict[str, torch.Tensor]
 """Of a trainer, flat, so that it can be written as safetensors and averaged tensor by tensor."""
+WEIGHTS = "drafter/"
+"""Prefix of the drafter's tensors in a state; the others are the optimizers'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,7 @@ class DrafterTrainer:
     def state_dict(self) -> State:
         """Everything that a later trainer needs to go on, as copies under flat names; only between optimizer steps."""
         assert not self._queue, "stopped inside an optimizer step, whose gradients would be lost"
-        state = {f"drafter/{name}": weight for name, weight in self._trained().items()}
+        state = {f"{WEIGHTS}{name}": weight for name, weight in _trained(self.drafter).items()}
         for number, (optimizer, _) in enumerate(self._optimizers):
             for index, values in optimizer.state_dict()["state"].items():
                 state |= {f"optimizer/{number}/{index}/{key}": value for key, value in values.items()}
@@ -176,23 +178,20 @@ class DrafterTrainer:
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def load_state_dict(self, state: State) -> None:
+        """Go on from a state; one that holds only weights begins anew with them."""
         assert not self._queue, "what is queued was planned for another state"
-        with torch.no_grad():
-            for name, weight in self._trained().items():
-                weight.copy_(state[f"drafter/{name}"])
+        load_weights(self.drafter, state)
         for number, (optimizer, _) in enumerate(self._optimizers):
             optimizer.load_state_dict(
                 {"state": _optimizer_state(state, number), "param_groups": optimizer.state_dict()["param_groups"]}
             )
-        self.num_steps = self._planned_steps = round(float(state["num_steps"]))
-        self.num_tokens = round(float(state["num_tokens"]))
+        counts = {name: round(float(state[name])) if name in state else 0 for name in self._counts()}
+        self.num_steps = self._planned_steps = counts["num_steps"]
+        self.num_tokens = counts["num_tokens"]
         self.fresh_tokens = 0
 
     def _counts(self) -> dict[str, int]:
         return {"num_steps": self.num_steps, "num_tokens": self.num_tokens}
-
-    def _trained(self) -> dict[str, torch.Tensor]:
-        return {name: weight for name, weight in self.drafter.named_parameters() if weight.requires_grad}
 
     def _accumulate(self, batch: _MicroBatch) -> None:
         pack = make_pack(batch.documents, self._head_VD.device)
@@ -222,6 +221,17 @@ class DrafterTrainer:
         self.fresh_tokens += self._pending_tokens if finite else 0
         self._pending_tokens = 0
         self.num_steps += 1
+
+
+@torch.no_grad()
+def load_weights(drafter: Drafter, state: State) -> None:
+    """Only the drafter's part of a trainer's state."""
+    for name, weight in _trained(drafter).items():
+        weight.copy_(state[f"{WEIGHTS}{name}"])
+
+
+def _trained(drafter: Drafter) -> dict[str, torch.Tensor]:
+    return {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
 
 
 def average(states: Sequence[State], num_tokens: Sequence[int]) -> State:

@@ -163,6 +163,10 @@ class FsdpLearner:
             fused=True,
         )
 
+    @property
+    def hidden_size(self) -> int:
+        return self._scorer.policy.config.get_text_config().hidden_size
+
     def logp(self, samples: Sequence[Sample], taps: Sequence[int] = (), tapped: Collection[int] | None = None) -> LogpResult:
         """Score every response token under the current policy; with `taps`, keep the hidden states of the samples in `tapped` (of
         all if None) as well. They come from the same forward pass: it is only listened to."""

@@ -11,13 +11,16 @@ gradient and no write of drafter training can reach the policy.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from paceline.draft.buffer import document_bytes
+from paceline.config import BufferConfig
+from paceline.draft.buffer import Buffer, document_bytes
 from paceline.draft.lesson import Document
 from paceline.policy.learner import FsdpLearner, LogpResult
-from paceline.types import Sample
+from paceline.types import Floats, Sample
 
 
 class Teacher:
@@ -44,6 +47,49 @@ class Teacher:
     def all_documents(self, samples: Sequence[Sample]) -> list[Document]:
         """In the order of the samples, where there is one rank."""
         return self.score(samples, range(len(samples)))[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOverSettings:
+    directory: Path
+    """Of the buffer."""
+    taps: tuple[int, ...]
+    buffer: BufferConfig
+
+
+class HandOver:
+    """The log-probability pass of one rank, with what drafter training takes from it."""
+
+    def __init__(self, learner: FsdpLearner, settings: HandOverSettings, *, rank: int, seed: int) -> None:
+        self._teacher = Teacher(learner, settings.taps)
+        self._learner = learner
+        self._settings = settings
+        self._buffer = Buffer(settings.directory, settings.buffer, writer=f"rank{rank}")
+        self._rank, self._seed = rank, seed
+        self._version = 0
+        self.num_failures = 0
+
+    def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        """Scores of all samples; some go into the buffer. One that cannot be written costs the drafter its lesson, not the run."""
+        self._version += 1
+        config, taps = self._settings.buffer, self._settings.taps
+        chosen = choose(
+            samples,
+            num_taps=len(taps),
+            hidden_size=self._learner.hidden_size,
+            share=config.step_share,
+            budget_bytes=config.step_mb * 2**20,
+            seed=(self._seed, self._version),
+        )
+        result, documents = self._teacher.score(samples, chosen)
+        _, head_VD = self._learner.ends()
+        try:
+            self._buffer.put(documents, self._version)
+            if self._rank == 0:
+                self._buffer.put_head(head_VD.numpy(), self._version)
+        except OSError:
+            self.num_failures += 1
+        return result.logp
 
 
 def choose(
