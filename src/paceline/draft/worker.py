@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def rounds_in(directory: Path) -> Path:
 
 
 class TrainerProcess:
-    """The owner's end. Every method returns at once, except `kill`."""
+    """The owner's end. Every method returns at once, except `wait_ready` and `kill`."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -72,11 +73,15 @@ class TrainerProcess:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True)  # noqa: S603
         self._handle = psutil.Process(self._process.pid)
         self.pid = self._process.pid
+        self._ready = False
+        self._asking = threading.Lock()
 
     def wait_ready(self) -> bool:
-        """Wait until it could train; False if it ended before. Blocks: for a thread."""
+        """Wait until it could train; False if it ended before. Blocks, and may be asked by several threads."""
         assert self._process.stdout is not None
-        return self._process.stdout.readline() == b"ready\n" and self._wait_stopped()
+        with self._asking:
+            self._ready = self._ready or (self._process.stdout.readline() == b"ready\n" and self._wait_stopped())
+        return self._ready and self.ended() is None
 
     def lease(self) -> None:
         self._signal(signal.SIGCONT)
@@ -192,8 +197,8 @@ class TrainingWorker:
         if self._round == published or self._exchange.verdict(self._round) is not None:
             return False
         documents = self._buffer.heldout(drift.heldout_tokens)
-        if not documents:
-            return False
+        if 4 * sum(document.num_anchors for document in documents) < drift.heldout_tokens:
+            return False  # the next steps bring more
         assert self._head_VD is not None
         if published != self._published_round:
             try:

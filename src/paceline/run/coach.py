@@ -172,7 +172,7 @@ class Coach:
         self._lost.synced()
         number = self._exchange.round()
         verdict = self._exchange.verdict(number)
-        if verdict is None or number == self._judged:
+        if self._off or verdict is None or number == self._judged:
             return
         self._judged = number
         began_s = _now_s()
@@ -195,7 +195,7 @@ class Coach:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         verifications = sum(rollout.num_verifications for rollout in rollouts)
         accepted = sum(rollout.num_accepted for rollout in rollouts)
-        if not verifications:
+        if self._off or not verifications:
             return
         self._watch.observe(1 + accepted / verifications, generation_s)
         remedy = self._lost.observe(num_verifications=verifications, num_accepted=accepted)
