@@ -111,8 +111,8 @@ def test_killed_trainer_costs_no_rollout_and_no_wrong_weight(tmp_path: Path) -> 
     assert killed and events["trainer_lost"]["engine"] == "engine-0"
     assert [len(record["length"]) for record in records["rollouts"]] == [16] * 8
     assert all(record["metrics"]["mismatch/k3"] < 1e-2 for record in records["step"])
-    last = records["step"][-1]["metrics"]
-    assert last["draft/num_crashes"] == 1 and last["draft/tokens_trained"] > 256
+    assert sum(record["metrics"]["draft/num_crashes"] for record in records["step"]) == 1
+    assert records["step"][-1]["metrics"]["draft/tokens_trained"] > 256
     assert "drafter_published" in events or "drafter_refused" in events, "nothing that was trained was ever judged"
     assert not any(shared.iterdir()), "what the run kept in shared memory outlived it"
     assert (tmp_path / "trained" / "model.safetensors").is_file()

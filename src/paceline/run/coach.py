@@ -30,6 +30,7 @@ from paceline.types import Engine, EngineLostError, Group, Receipt
 
 _MOST_CRASHES = 3
 """Of one place's trainers in a row, without a round closed in between: then something is wrong that a new one does not mend."""
+_ACCOUNTED = ("leasable_s", "leased_s", "training_s", "num_leases", "num_recalls", "num_kills", "num_crashes")
 _AWAKE = (State.BUSY, State.IDLE, State.LOST)
 _SPANS = {State.BUSY: "generate", State.LEASED: "train", State.RECALLED: "waking", State.WAKING: "waking", State.ROUSED: "waking"}
 
@@ -209,10 +210,9 @@ class Coach:
 
     def metrics(self) -> dict[str, float]:
         """Of the step since the last call; writes the step's spans."""
-        account = self.account()
-        step = {name: getattr(account, name) - getattr(self._last, name) for name in ("leasable_s", "leased_s", "training_s")}
-        recalls = account.recall_s[len(self._last.recall_s) :]
-        counts = {name: float(getattr(account, name)) for name in ("num_leases", "num_recalls", "num_kills", "num_crashes")}
+        account, last = self.account(), self._last
+        step = {name: float(getattr(account, name) - getattr(last, name)) for name in _ACCOUNTED}
+        recalls = account.recall_s[len(last.recall_s) :]
         self._last = replace(account, recall_s=list(account.recall_s))
         for engine in self._engines:
             self._cut_span(engine)
@@ -220,7 +220,7 @@ class Coach:
         self._spans = []
         return (
             self._watch.decide().metrics()
-            | {f"draft/{name}": value for name, value in (step | counts).items()}
+            | {f"draft/{name}": value for name, value in step.items()}
             | {"draft/idle_used": step["training_s"] / step["leasable_s"] if step["leasable_s"] > 0 else 0.0}
             | {"draft/recall_max_ms": 1000 * max(recalls, default=0.0)}
             | {"draft/tokens_trained": float(sum(self._exchange.progress(name).num_tokens for name in self._engines))}
