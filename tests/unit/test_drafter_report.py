@@ -248,7 +248,7 @@ def test_timeline_shows_every_span_in_the_row_of_its_engine_and_in_its_colour():
         (
             lambda engine, doing, begin, end: ("a" if engine == "b" else "b", doing, begin, end),
             4,
-        ),  # the other spans are alike in both
+        ),  # the others are alike
         (lambda engine, doing, begin, end: (engine, {"train": "idle"}.get(doing, doing), begin, end), 1),
         (
             lambda engine, doing, begin, end: (engine, doing, begin, end) if doing != "waking" else (engine, doing, end, end + 0.2),
