@@ -157,8 +157,8 @@ def test_engine_names_cannot_become_markup_in_the_timeline(tmp_path: Path):
 # Accepted length.
 
 
-def lines_of(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
-    return {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+def lines_of(axes: Axes) -> dict[str, tuple[list[float], ...]]:
+    return {str(line.get_label()): tuple(column.tolist() for column in np.asarray(line.get_data())) for line in axes.get_lines()}
 
 
 def test_curve_is_of_the_run_it_is_named_after_and_has_gaps(tmp_path: Path):
@@ -222,8 +222,8 @@ def seen(axes: Axes, engine: str, at_s: float) -> list[str]:
     for bars in axes.collections:
         boxes = [path.get_extents() for path in bars.get_paths()]
         if any(box.x0 < at_s < box.x1 and box.y0 < rows[engine] < box.y1 for box in boxes):
-            colour = bars.get_facecolor()[0]
-            found += [doing for doing, named in DOING.items() if same_color(colour[:3], named)]
+            colour = np.asarray(bars.get_facecolor())[0, :3]
+            found += [doing for doing, named in DOING.items() if same_color(colour, named)]
     return found
 
 

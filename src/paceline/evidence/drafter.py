@@ -17,6 +17,7 @@ from paceline.evidence.page import (
     BLUE,
     GREEN,
     GREY,
+    INK,
     ORANGE,
     RED,
     SOFT,
@@ -273,6 +274,6 @@ def draw_updates(axes: Axes, updates: Sequence[Update]) -> None:
             axes.bar([u.step for u in mine], [u.gain_s for u in mine], 0.6, color=colour, alpha=0.75, linewidth=0, label=label)
     steps = [update.step for update in updates]
     expected_gain_s, expected_cost_s = [u.expected_gain_s for u in updates], [u.expected_cost_s for u in updates]
-    axes.plot(steps, expected_gain_s, "o", color=BLUE, markersize=5.5, markerfacecolor="none", label="expected gain")
+    axes.plot(steps, expected_gain_s, "o", color=INK, markersize=5.5, markerfacecolor="none", label="expected gain")
     axes.plot(steps, expected_cost_s, "_", color=RED, markersize=9, markeredgewidth=2, label="expected cost")
     axes.axhline(0, color=SOFT, linewidth=0.8)
