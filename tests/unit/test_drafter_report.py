@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.colors import same_color
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from paceline.cli import main
@@ -222,8 +222,8 @@ def seen(axes: Axes, engine: str, at_s: float) -> list[str]:
     for bars in axes.collections:
         boxes = [path.get_extents() for path in bars.get_paths()]
         if any(box.x0 < at_s < box.x1 and box.y0 < rows[engine] < box.y1 for box in boxes):
-            colour = np.asarray(bars.get_facecolor())[0, :3]
-            found += [doing for doing, named in DOING.items() if same_color(colour, named)]
+            colour = to_hex(np.asarray(bars.get_facecolor())[0].tolist())
+            found += [doing for doing, named in DOING.items() if colour == named]
     return found
 
 
