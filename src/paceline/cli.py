@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Read RUN/metrics.jsonl, write RUN/report.html. Works on a run still going.",
     )
     report.add_argument("run", type=Path, help="run directory, e.g. runs/arena")
+    report.add_argument("--against", type=Path, metavar="OTHER_RUN", help="draw accepted length beside that of another run")
     report.set_defaults(command=_report)
 
     arena = commands.add_parser("arena", help="the built-in small workload").add_subparsers(required=True, metavar="ACTION")
@@ -249,7 +250,7 @@ def _run_and_report(config: Config) -> int:
 def _report(options: argparse.Namespace) -> int:
     from paceline.evidence.report import write_report
 
-    print(write_report(options.run))
+    print(write_report(options.run, against=options.against))
     return 0
 
 
