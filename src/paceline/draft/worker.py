@@ -68,9 +68,8 @@ class TrainerProcess:
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         command = [sys.executable, "-m", __name__, settings.model_dump_json()]
-        environment = os.environ | {"OMP_NUM_THREADS": str(len(settings.cpus) if settings.cpus else 1)}
         # A session of its own: Ctrl-C in a terminal is not for it, its owner ends it.
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True)  # noqa: S603
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)  # noqa: S603
         self._handle = psutil.Process(self._process.pid)
         self.pid = self._process.pid
         self._ready = False
@@ -170,7 +169,7 @@ class TrainingWorker:
                     matrix_lr=self._training.matrix_lr,
                     other_lr=self._training.other_lr,
                     tokens_per_step=self._training.tokens_per_step,
-                    pass_tokens=self._training.tokens_per_step,
+                    pass_tokens=2 * self._training.tokens_per_step,  # they rarely make up a step exactly: one pass even so
                 )
                 self._trainer = DrafterTrainer(self._drafter, self._head_VD, schedule)
             self._trainer.teach_with(self._head_VD)

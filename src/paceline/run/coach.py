@@ -110,8 +110,8 @@ class Coach:
         self._journal, self._lose = journal, lose
         self._span_began = dict.fromkeys(self._engines, ("idle", _now_s()))
         self._spawn(self._keep_time())
-        for engine in self._engines:
-            self._spawn(self._watch_trainer(engine))
+        # Before the run begins: in it, a trainer that is starting gets only what nobody else wants.
+        await asyncio.gather(*(self._start(engine) for engine in self._engines))
         try:
             yield
         finally:
@@ -305,10 +305,11 @@ class Coach:
                 case Action.WAKE:
                     await self._engines[engine].wake()
                     self._event(engine, Event.AWAKE)
-                case Action.OFFER | Action.REPLACE:
-                    if action is Action.REPLACE and not await self._replace(engine):
-                        return
+                case Action.OFFER:
                     if await trainer.ready():
+                        self._event(engine, Event.READY)
+                case Action.REPLACE:
+                    if await self._replace(engine):
                         self._event(engine, Event.READY)
                 case Action.LEASE:
                     await trainer.lease()
@@ -320,19 +321,25 @@ class Coach:
         except EngineLostError as lost:
             self._lose(engine, lost.why)
 
+    async def _start(self, engine: str) -> bool:
+        """Whether the place has a trainer that could train; its end, whenever it comes, is looked after."""
+        try:
+            await self._trainers[engine].start()
+            self._spawn(self._await_end(engine))
+            return await self._trainers[engine].ready()
+        except EngineLostError as lost:
+            self._lose(engine, lost.why)
+            return False
+
     async def _replace(self, engine: str) -> bool:
         self._crashes[engine] += 1
         if self._crashes[engine] > _MOST_CRASHES:
             self._journal.event("trainer_given_up", engine=engine, crashes=self._crashes[engine])
             return False
-        await self._trainers[engine].start()
-        self._spawn(self._watch_trainer(engine, start=False))
-        return True
+        return await self._start(engine)
 
-    async def _watch_trainer(self, engine: str, *, start: bool = True) -> None:
+    async def _await_end(self, engine: str) -> None:
         try:
-            if start:
-                await self._trainers[engine].start()
             why = await self._trainers[engine].ended()
         except EngineLostError as lost:
             self._lose(engine, lost.why)
