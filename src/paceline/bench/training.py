@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -69,20 +69,24 @@ def run(
     config = AutoConfig.from_pretrained(resolve(model, cache_root=cache_root, progress=progress)).get_text_config()
     documents = arena_documents(config, num_documents, seed=seed)
     schedule = Schedule(num_steps=None)
+    sizes = sorted({_ONE_DOCUMENT, 256, 512, 1024, 2048, schedule.pass_tokens})
     threads = torch.get_num_threads()
     before = CpuTimes.now()
     torch.set_num_threads(1)
     try:
         differences = loss_differences(_trainer(kind, config, schedule, seed), documents)
         progress(f"largest difference of losses: {max(differences):.1e}")
-        packed_s, alone_s = _time_arms(kind, config, schedule, documents, repetitions, seed, progress)
+        trainers = {size: _trainer(kind, config, replace(schedule, pass_tokens=size), seed) for size in sizes}
+        seconds = _time_arms(trainers, documents, repetitions, progress)
         trainer = _trainer(kind, config, schedule, seed)
         stalls = _time_checkpoints(trainer, documents, checkpoints)
     finally:
         torch.set_num_threads(threads)
-    speedups = [alone / packed for packed, alone in zip(packed_s, alone_s, strict=True)]
+    speedups = {
+        size: [alone / packed for alone, packed in zip(seconds[_ONE_DOCUMENT], seconds[size], strict=True)] for size in sizes
+    }
     figures, spread = {}, {}
-    figures["packing_speedup"], spread["packing_speedup"] = middle(speedups)
+    figures["packing_speedup"], spread["packing_speedup"] = middle(speedups[schedule.pass_tokens])
     figures["packing_loss_difference"], spread["packing_loss_difference"] = max(differences), 0.0
     ratios = [stall.selective_s / stall.full_s for stall in stalls]
     figures["checkpoint_stall_ratio"], spread["checkpoint_stall_ratio"] = middle(ratios)
@@ -107,9 +111,9 @@ def run(
                 "longest": max(lengths),
             },
             "passes": {"packed": num_passes, "alone": len(documents)},
-            "packed_s": packed_s,
-            "alone_s": alone_s,
-            "samples_per_s": {"packed": len(lengths) / middle(packed_s)[0], "alone": len(lengths) / middle(alone_s)[0]},
+            "seconds_by_pass_tokens": seconds,
+            "speedup_by_pass_tokens": {size: middle(values)[0] for size, values in speedups.items()},
+            "samples_per_s": {size: len(documents) / middle(values)[0] for size, values in seconds.items()},
             "loss_differences": differences,
             "checkpoint_s": [asdict(stall) for stall in stalls],
             "step_while_writing_ratio": middle([stall.step_while_writing_s / stall.step_s for stall in stalls])[0],
@@ -180,26 +184,20 @@ def _trainer(kind: str, policy: PreTrainedConfig, schedule: Schedule, seed: int)
 
 
 def _time_arms(
-    kind: str,
-    policy: PreTrainedConfig,
-    schedule: Schedule,
-    documents: Sequence[Document],
-    repetitions: int,
-    seed: int,
-    progress: Callable[[str], None],
-) -> tuple[list[float], list[float]]:
-    """Seconds of either arm for all documents."""
-    packed = _trainer(kind, policy, schedule, seed)
-    alone = _trainer(kind, policy, replace(schedule, pass_tokens=_ONE_DOCUMENT), seed)
-    for trainer in (packed, alone):
+    trainers: Mapping[int, DrafterTrainer], documents: Sequence[Document], repetitions: int, progress: Callable[[str], None]
+) -> dict[int, list[float]]:
+    """Seconds that each trainer takes for all documents, in every repetition. The arms differ in the size of their passes only."""
+    for trainer in trainers.values():
         _train(trainer, documents[:8])  # the first pass of all meets its memory and its kernels for the first time
-    times: dict[bool, list[float]] = {True: [], False: []}
+    seconds: dict[int, list[float]] = {size: [] for size in trainers}
     for repetition in range(repetitions):
-        for is_packed in (True, False) if repetition % 2 else (False, True):
-            times[is_packed].append(_train(packed if is_packed else alone, documents))
-        progress(f"repetition {repetition + 1}/{repetitions}: speed-up {times[False][-1] / times[True][-1]:.2f}")
-    assert packed.num_steps == alone.num_steps, "the arms differ in passes only"
-    return times[True], times[False]
+        for size in sorted(trainers, reverse=bool(repetition % 2)):
+            seconds[size].append(_train(trainers[size], documents))
+        progress(
+            f"repetition {repetition + 1}/{repetitions}: { ({size: round(times[-1], 2) for size, times in seconds.items()}) } s"
+        )
+    assert len({trainer.num_steps for trainer in trainers.values()}) == 1
+    return seconds
 
 
 def _train(trainer: DrafterTrainer, documents: Sequence[Document]) -> float:
