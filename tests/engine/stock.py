@@ -13,6 +13,7 @@ def main(order: str) -> None:
     assert not plugins, f"vLLM would load {plugins}"
 
     from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.v1.metrics.reader import Counter
 
     llm = LLM(
         model=wanted["policy"],
@@ -29,7 +30,7 @@ def main(order: str) -> None:
         temperature=0.0, max_tokens=wanted["max_tokens"], stop_token_ids=wanted["stop_token_ids"], detokenize=False
     )
     outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in wanted["prompts"]], params, use_tqdm=False)
-    counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    counters = {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}
     assert not [name for name in sys.modules if name.split(".")[0] == "paceline"]
     answer = {
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
