@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, Qwen3ForCausalLM
 
 from paceline.config import EngineConfig, FixedSelector, LearnerConfig, ObjectiveConfig, SpeculationConfig
 from paceline.draft.checkpoint import save
@@ -42,7 +42,7 @@ def make_prompts() -> list[Tokens]:
 
 def answers(policy_path: Path) -> list[Sample]:
     """What the policy says to the prompts at temperature 0."""
-    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(policy_path, dtype=torch.float32).eval()
     samples = []
     for prompt in make_prompts():
         ids_1T = torch.from_numpy(prompt).long()[None]

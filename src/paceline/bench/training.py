@@ -1,7 +1,7 @@
 """`paceline bench training`: what packing gains in drafter training, and what a checkpoint costs it.
 
     packing_speedup         documents/s packed, each seeing only itself, over one document a pass: the same optimizer steps
-    packing_loss_difference largest difference of the two arms' mean loss of an optimizer step, in float32 and nats
+    packing_loss_difference largest difference of a document's mean loss in its pack and alone, in float32 and nats
     checkpoint_stall_ratio  time that training waits for `draft/saver.py` over that for all of the trainer's state, written at once
 
 Documents have the lengths of the arena's prompts and of what its policy was taught to answer, and random hidden states in the
@@ -28,7 +28,7 @@ from paceline.arena.policy import resolve
 from paceline.arena.task import demonstration, problems
 from paceline.arena.tokenizer import make_tokenizer
 from paceline.draft.kinds import guess, new_drafter
-from paceline.draft.lesson import Document, make_pack
+from paceline.draft.lesson import Document, Pack, make_pack
 from paceline.draft.saver import Saver, write
 from paceline.draft.trainer import DrafterTrainer, Schedule, plan_passes, plan_steps, trained
 from paceline.evidence.measure import CpuTimes, Result, environment, middle
@@ -74,11 +74,12 @@ def run(
     before = CpuTimes.now()
     torch.set_num_threads(1)
     try:
-        differences = loss_differences(_trainer(kind, config, schedule, seed), documents)
-        progress(f"largest difference of losses: {max(differences):.1e}")
         trainers = {size: _trainer(kind, config, replace(schedule, pass_tokens=size), seed) for size in sizes}
         seconds = _time_arms(trainers, documents, repetitions, progress)
         trainer = _trainer(kind, config, schedule, seed)
+        _train(trainer, documents)  # untrained attention looks at nothing in particular, and would hide what a mask leaves open
+        differences = loss_differences(trainer, _policy_head(config, seed), documents)
+        progress(f"largest difference of losses: {max(differences):.1e}")
         stalls = _time_checkpoints(trainer, documents, checkpoints)
     finally:
         torch.set_num_threads(threads)
@@ -146,29 +147,35 @@ def arena_documents(policy: PreTrainedConfig, num: int, *, seed: int) -> list[Do
     ]
 
 
-def loss_differences(trainer: DrafterTrainer, documents: Sequence[Document]) -> list[float]:
-    """Of the mean loss of each optimizer step, packed and with one document a pass, by the same weights in float32."""
-    head_VD = trainer.drafter.lm_head.weight.detach()
-    unrolled = trainer.schedule.draft_length
+@torch.no_grad()
+def loss_differences(trainer: DrafterTrainer, head_VD: torch.Tensor, documents: Sequence[Document]) -> list[float]:
+    """Of each document's mean loss, in its pack and alone, by the same weights in float32. By document, because what one sees
+    of another would hardly show in the mean over all."""
+    schedule = trainer.schedule
+
+    def mean_loss(pack: Pack) -> float:
+        guesses = guess(trainer.drafter, pack, head_VD, schedule.draft_length, overlap_share=0.5)
+        return guesses.loss.item() / guesses.count_J.sum().item()
+
     differences = []
-    for step in plan_steps(documents, trainer.schedule.tokens_per_step):
-        means = []
-        for pass_tokens in (trainer.schedule.pass_tokens, _ONE_DOCUMENT):
-            loss = num_guesses = 0.0
-            for part in plan_passes(step, pass_tokens):
-                with torch.no_grad():
-                    guesses = guess(trainer.drafter, make_pack(part, head_VD.device), head_VD, unrolled, overlap_share=0.5)
-                loss += guesses.loss.item()
-                num_guesses += guesses.count_J.sum().item()
-            means.append(loss / num_guesses)
-        differences.append(abs(means[0] - means[1]))
+    for step in plan_steps(documents, schedule.tokens_per_step):
+        for part in plan_passes(step, schedule.pass_tokens):
+            pack = make_pack(part, head_VD.device)
+            owner_A = torch.arange(len(part)).repeat_interleave(torch.tensor([document.num_anchors for document in part]))
+            for number, document in enumerate(part):
+                taught_alone = replace(pack, steps_A=torch.where(owner_A == number, pack.steps_A, 0))
+                differences.append(abs(mean_loss(taught_alone) - mean_loss(make_pack([document], head_VD.device))))
     return differences
+
+
+def _policy_head(policy: PreTrainedConfig, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(policy.vocab_size, policy.hidden_size, generator=generator) / policy.hidden_size**0.5
 
 
 def _trainer(kind: str, policy: PreTrainedConfig, schedule: Schedule, seed: int) -> DrafterTrainer:
     taps = default_taps(policy.num_hidden_layers)
-    generator = torch.Generator().manual_seed(seed)
-    head_VD = torch.randn(policy.vocab_size, policy.hidden_size, generator=generator) / policy.hidden_size**0.5
+    head_VD = _policy_head(policy, seed)
     drafter = new_drafter(
         kind,
         policy,

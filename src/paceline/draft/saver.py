@@ -168,5 +168,5 @@ def _checksum(weights: Weights) -> str:
     for name in sorted(weights):
         tensor = weights[name]
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        total.update(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))
+        total.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
     return total.hexdigest()
