@@ -12,6 +12,7 @@ import sysconfig
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def make_prompts() -> list[Tokens]:
 
 def answers(policy_path: Path) -> list[Sample]:
     """What the policy says to the prompts at temperature 0."""
-    model = Qwen3ForCausalLM.from_pretrained(policy_path, dtype=torch.float32).eval()
+    model: Any = Qwen3ForCausalLM.from_pretrained(policy_path, dtype=torch.float32).eval()
     samples = []
     for prompt in make_prompts():
         ids_1T = torch.from_numpy(prompt).long()[None]
