@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from paceline.config import load_config
 from paceline.draft.checkpoint import save
 from paceline.draft.kinds import new_drafter
+from paceline.draft.provenance import Provenance, read_evaluation, read_provenance
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.run.cluster import start_cluster
 from paceline.run.loop import Parts, train
@@ -102,7 +103,8 @@ def test_killed_trainer_costs_no_rollout_and_no_wrong_weight(tmp_path: Path) -> 
                 coach=cluster.coach,
             )
             await train(parts, config, recorder)
-            cluster.coach.save(tmp_path / "trained")
+            facts = Provenance(policy="random", data="random tokens", start="random weights", num_tokens=0, seed=0, rl_steps=8)
+            cluster.coach.save(tmp_path / "trained", facts)
 
     asyncio.run(work())
     recorder.close()
@@ -116,3 +118,5 @@ def test_killed_trainer_costs_no_rollout_and_no_wrong_weight(tmp_path: Path) -> 
     assert "drafter_published" in events or "drafter_refused" in events, "nothing that was trained was ever judged"
     assert not any(shared.iterdir()), "what the run kept in shared memory outlived it"
     assert (tmp_path / "trained" / "model.safetensors").is_file()
+    assert read_provenance(tmp_path / "trained").num_tokens > 256
+    assert len(read_evaluation(tmp_path / "trained").accepted_length) == 3

@@ -125,7 +125,7 @@ class DrafterTrainer:
     def submit(self, documents: Sequence[Document]) -> None:
         """Queue documents, in as many optimizer steps as their tokens make. Those too short to teach anything are left out."""
         useful = [document for document in documents if document.num_anchors]
-        for step in _cut(useful, self.schedule.tokens_per_step):
+        for step in plan_steps(useful, self.schedule.tokens_per_step):
             unrolled = self.schedule.unrolled(self._planned_steps)
             overlap_share = self.schedule.overlap_share(self._planned_steps)
             num_guesses = sum(_num_guesses(document, unrolled) for document in step)
@@ -170,7 +170,7 @@ class DrafterTrainer:
     def state_dict(self) -> State:
         """Everything that a later trainer needs to go on, as copies under flat names; only between optimizer steps."""
         assert not self._queue, "stopped inside an optimizer step, whose gradients would be lost"
-        state = {f"{WEIGHTS}{name}": weight for name, weight in _trained(self.drafter).items()}
+        state = {f"{WEIGHTS}{name}": weight for name, weight in trained(self.drafter).items()}
         for number, (optimizer, _) in enumerate(self._optimizers):
             for index, values in optimizer.state_dict()["state"].items():
                 state |= {f"optimizer/{number}/{index}/{key}": value for key, value in values.items()}
@@ -226,11 +226,12 @@ class DrafterTrainer:
 @torch.no_grad()
 def load_weights(drafter: Drafter, state: State) -> None:
     """Only the drafter's part of a trainer's state."""
-    for name, weight in _trained(drafter).items():
+    for name, weight in trained(drafter).items():
         weight.copy_(state[f"{WEIGHTS}{name}"])
 
 
-def _trained(drafter: Drafter) -> dict[str, torch.Tensor]:
+def trained(drafter: Drafter) -> dict[str, torch.Tensor]:
+    """The tensors that training changes, by name; not copies."""
     return {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
 
 
@@ -320,7 +321,7 @@ def _num_guesses(document: Document, unrolled: int) -> int:
     return sum(max(0, document.num_anchors - step) for step in range(unrolled))
 
 
-def _cut(documents: Sequence[Document], tokens_per_step: int) -> Iterator[list[Document]]:
+def plan_steps(documents: Sequence[Document], tokens_per_step: int) -> Iterator[list[Document]]:
     """Steps of about equal size in the order of the documents."""
     if not documents:
         return

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from paceline.config import SpeculationConfig
 from paceline.draft.drift import DriftWatch, LostDrafter, Remedy, Verdict
 from paceline.draft.exchange import Exchange
+from paceline.draft.provenance import Provenance, write_evaluation, write_provenance
 from paceline.draft.worker import documents_in, rounds_in
 from paceline.run.idle import Account, Action, Event, Leases, Order, State
 from paceline.run.journal import Journal
@@ -85,6 +86,7 @@ class Coach:
         self._trainers = dict(zip(self._engines, trainers, strict=True))
         self._sender = sender
         self._config = config.training
+        self._max_draft_length = config.max_draft_length
         self._checkpoint = checkpoint
         self._directory = directory
         self._exchange = Exchange(rounds_in(directory), checkpoint)
@@ -232,14 +234,26 @@ class Coach:
         self._leases.account.training_s = sum(self._exchange.progress(name).training_s for name in self._engines)
         return self._leases.account
 
-    def save(self, directory: Path) -> None:
-        """Write the drafter that the engines have as a checkpoint of its own."""
+    def save(self, directory: Path, provenance: Provenance | None = None) -> None:
+        """Write the drafter that the engines have as a checkpoint of its own, with what is known about it: how it does on the
+        held-out slice, and `provenance`, to which the tokens that were trained on are added."""
+        import torch
+
+        from paceline.draft.buffer import Buffer
         from paceline.draft.checkpoint import load, save
-        from paceline.draft.trainer import load_weights
+        from paceline.draft.trainer import evaluate, load_weights
 
         drafter = load(self._checkpoint)
         load_weights(drafter, self._exchange.base(self._published))
         save(drafter, directory, tokenizer=self._checkpoint / "tokenizer.json")
+        if provenance is not None:
+            num_tokens = sum(self._exchange.progress(name).num_tokens for name in self._engines)
+            write_provenance(directory, replace(provenance, num_tokens=provenance.num_tokens + num_tokens))
+        buffer = Buffer(documents_in(self._directory), self._config.buffer)
+        documents, head = buffer.heldout(self._config.drift.heldout_tokens), buffer.head()
+        if documents and head is not None:
+            head_VD = torch.from_numpy(head[1].copy())
+            write_evaluation(directory, evaluate(drafter, documents, head_VD, draft_length=self._max_draft_length))
 
     # ── the rest
 

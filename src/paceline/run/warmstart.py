@@ -26,6 +26,7 @@ from transformers import AutoConfig
 from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
 from paceline.draft.checkpoint import save
 from paceline.draft.kinds import new_drafter
+from paceline.draft.provenance import Provenance, write_evaluation, write_provenance
 from paceline.draft.trainer import DrafterTrainer, Evaluation, Schedule, evaluate
 from paceline.policy.learner import FsdpLearner
 from paceline.policy.teacher import Teacher
@@ -90,9 +91,20 @@ def read_prompts(file: Path, key: str, tokenizer: Tokenizer) -> Iterator[Prompt]
 
 
 def train_drafter(
-    kind: str, model_path: Path, prompts: Iterator[Prompt], out: Path, recipe: WarmStart, *, progress: Progress
+    kind: str,
+    model_path: Path,
+    prompts: Iterator[Prompt],
+    out: Path,
+    recipe: WarmStart,
+    *,
+    progress: Progress,
+    policy: str | None = None,
+    data: str = "not stated",
 ) -> Evaluation:
-    """Sample, train a drafter of this kind (`draft.kinds`), evaluate, and write a checkpoint to `out`, which must not exist."""
+    """Sample, train a drafter of this kind (`draft.kinds`), evaluate, and write a checkpoint to `out`, which must not exist.
+
+    `policy` (the path, where it has no other name) and `data`, which says what the prompts are, are for those who get the drafter.
+    """
     if out.exists():
         raise ValueError(f"out: got {out}, which exists; must be new because a checkpoint is never overwritten")
     config = AutoConfig.from_pretrained(model_path).get_text_config()
@@ -100,9 +112,17 @@ def train_drafter(
     # In the engine's precision: what it hands to the drafter and verifies with is bfloat16 too.
     learner = FsdpLearner(model_path, LearnerConfig(dtype="bfloat16", microbatch_tokens=4096), ObjectiveConfig(), temperature=1.0)
     try:
-        return _train(kind, learner, model_path, samples, out, recipe, progress)
+        result, num_tokens = _train(kind, learner, model_path, samples, out, recipe, progress)
     finally:
         learner.close()
+    write_evaluation(out, result)
+    write_provenance(
+        out,
+        Provenance(
+            policy=policy or str(model_path), data=data, start="random weights", num_tokens=num_tokens, seed=recipe.seed, rl_steps=0
+        ),
+    )
+    return result
 
 
 async def _sample(model_path: Path, prompts: Iterator[Prompt], recipe: WarmStart, longest: int, progress: Progress) -> list[Sample]:
@@ -152,7 +172,8 @@ async def _sample(model_path: Path, prompts: Iterator[Prompt], recipe: WarmStart
 
 def _train(
     kind: str, learner: FsdpLearner, model_path: Path, samples: Sequence[Sample], out: Path, recipe: WarmStart, progress: Progress
-) -> Evaluation:
+) -> tuple[Evaluation, int]:
+    """How well the drafter guesses, and how many tokens it was trained on."""
     ends = np.cumsum([sample.num_response_tokens for sample in samples])
     num_heldout = int(np.searchsorted(ends, recipe.heldout_tokens)) + 1
     if num_heldout >= len(samples):
@@ -178,7 +199,7 @@ def _train(
     _run(trainer, teacher, samples[num_heldout:], recipe, progress)
     result = evaluate(drafter, heldout, head_VD, draft_length=recipe.draft_length)
     save(drafter, out, tokenizer=model_path / "tokenizer.json")
-    return result
+    return result, trainer.num_tokens
 
 
 def _run(trainer: DrafterTrainer, teacher: Teacher, samples: Sequence[Sample], recipe: WarmStart, progress: Progress) -> None:
