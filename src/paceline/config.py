@@ -179,7 +179,7 @@ class BufferConfig(Section):
 class LeaseConfig(Section):
     """When an idle engine's place is lent to drafter training, and how soon it is given back."""
 
-    settle_s: float = Field(default=0.05, ge=0)
+    settle_s: float = Field(default=0.02, ge=0)
     """How long an engine must have been idle: between two rollouts it is for a moment."""
     lease_s: float = Field(default=60, gt=0)
     """Longest lease. The trainer is recalled then, whether or not the engine has work."""

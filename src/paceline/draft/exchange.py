@@ -33,7 +33,7 @@ class Progress:
     """What one worker has done since it was started."""
 
     training_s: float = 0.0
-    """Inside micro-batches and judgements, not counting the time in which it was stopped."""
+    """In slices and judgements, not counting the time in which it was stopped."""
     num_tokens: int = 0
     num_skipped: int = 0
     """Optimizer steps whose gradient was not finite."""
