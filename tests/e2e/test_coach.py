@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from paceline.config import load_config
 from paceline.draft.checkpoint import save
@@ -46,9 +46,8 @@ SETTINGS = [
 
 
 def make_drafter(model: Path, out: Path) -> Path:
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config = AutoConfig.from_pretrained(model)
-    embedding_VD = policy.get_input_embeddings().weight.detach()
+    embedding_VD = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     drafter = new_drafter(
         "eagle3",
         config,

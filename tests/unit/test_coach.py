@@ -139,6 +139,7 @@ class DrafterWire(SimulatedSender):
         assert not any(trainer.running for trainer in self.trainers)
         self.drafters.append((version, float(drafter_weights(file)["fc.weight"][0])))
         for engine in self.engines:
+            assert isinstance(engine, SpeculatingEngine)
             engine.accepts = len(self.drafters) > self.loses_drafters
         return [Receipt(engine=engine.name, version=version, num_tensors=1, num_bytes=8, seconds=0.0) for engine in self.engines]
 
@@ -223,7 +224,8 @@ def test_idle_engines_train_and_are_back_for_every_update_and_sync(tmp_path: Pat
 
 
 def test_training_costs_the_run_no_time(tmp_path: Path) -> None:
-    (tmp_path / "with").mkdir(), (tmp_path / "without").mkdir()
+    (tmp_path / "with").mkdir()
+    (tmp_path / "without").mkdir()
     with_training = simulate(tmp_path / "with")
     without = simulate(tmp_path / "without", coached=False)
     assert with_training.seconds == pytest.approx(without.seconds, rel=1e-6)
@@ -254,7 +256,8 @@ def test_trainers_that_crash_cost_no_rollout_and_are_not_replaced_for_ever(tmp_p
 
 
 def test_trainer_that_does_not_let_go_is_killed_within_its_grace(tmp_path: Path) -> None:
-    (tmp_path / "deaf").mkdir(), (tmp_path / "without").mkdir()
+    (tmp_path / "deaf").mkdir()
+    (tmp_path / "without").mkdir()
     outcome = simulate(tmp_path / "deaf", deaf=True)
     without = simulate(tmp_path / "without", coached=False)
     assert lengths(outcome) == [32] * 6
@@ -277,7 +280,8 @@ def test_drafter_that_arrives_the_second_time_keeps_speculating(tmp_path: Path) 
 
 
 def test_inline_mode_trains_after_the_update_for_the_time_that_it_was_given(tmp_path: Path) -> None:
-    (tmp_path / "inline").mkdir(), (tmp_path / "without").mkdir()
+    (tmp_path / "inline").mkdir()
+    (tmp_path / "without").mkdir()
     inline = simulate(tmp_path / "inline", settings=["speculation.training.mode=inline", "speculation.training.inline_s=0.5"])
     without = simulate(tmp_path / "without", coached=False)
     assert inline.seconds - without.seconds == pytest.approx(6 * 0.5, abs=0.3)

@@ -85,7 +85,8 @@ def test_workers_go_on_from_the_newest_base(settings: WorkerSettings) -> None:
     fill(settings)
     exchange = exchange_of(settings)
     first, second = TrainingWorker(settings), TrainingWorker(settings.model_copy(update={"name": "b"}))
-    first.work(), second.work()
+    first.work()
+    second.work()
     mean = exchange.close_round()
     exchange.publish(mean)  # nothing to judge
     first.work()

@@ -119,6 +119,7 @@ class TrainingWorker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         import torch
+        from torch import nn
 
         from paceline.draft.buffer import Buffer
         from paceline.draft.checkpoint import load
@@ -129,8 +130,9 @@ class TrainingWorker:
         self._buffer = Buffer(documents_in(settings.directory), self._training.buffer)
         self._exchange = Exchange(rounds_in(settings.directory), settings.drafter)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._drafter = load(settings.drafter).to(device)
-        self._published = load(settings.drafter).to(device)
+        self._drafter, self._published = load(settings.drafter), load(settings.drafter)
+        for model in (self._drafter, self._published):
+            nn.Module.to(model, device)  # transformers' own `to` is annotated wrongly
         self._published_round = 0
         self._trainer: DrafterTrainer | None = None
         self._head_version = -1
