@@ -282,6 +282,9 @@ class RolloutConfig(Section):
 class LearnerConfig(Section):
     world_size: int = Field(default=1, ge=1)
     """FSDP2 processes."""
+    cpus: int | None = Field(default=None, ge=1)
+    """Cores of each process, where there is no GPU; None shares all cores out. Engines on other cores may be lent to drafter
+    training while the learner works."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward and backward pass. Master weights and optimizer state are float32 in either case."""
     learning_rate: float = Field(default=1e-6, gt=0)

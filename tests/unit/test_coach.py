@@ -148,12 +148,12 @@ class DrafterWire(SimulatedSender):
 
 
 class AloneLearner(SimulatedLearner):
-    """Needs all cores to itself."""
+    """Needs the cores of these places to itself."""
 
     trainers: list[SimulatedTrainer]
 
     async def update(self, samples: Sequence[Sample]):
-        assert not any(trainer.running for trainer in self.trainers), "the policy was updated while a place was lent"
+        assert not any(trainer.running for trainer in self.trainers), "the policy was updated while a place that it needs was lent"
         return await super().update(samples)
 
 
@@ -166,7 +166,16 @@ class Outcome:
     exchange: Exchange
 
 
-def simulate(tmp_path: Path, *, settings: Sequence[str] = (), coached: bool = True, loses_drafters: int = 0, **trainer) -> Outcome:
+def simulate(
+    tmp_path: Path,
+    *,
+    settings: Sequence[str] = (),
+    coached: bool = True,
+    loses_drafters: int = 0,
+    apart: Sequence[str] = (),
+    learner_s: float = 0.0,
+    **trainer,
+) -> Outcome:
     config: Config = load_config(None, [*SETTINGS, *settings])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
     (tmp_path / "drafter").mkdir()
@@ -185,10 +194,12 @@ def simulate(tmp_path: Path, *, settings: Sequence[str] = (), coached: bool = Tr
         ]
         wire = DrafterWire(engines=engines, trainers=trainers, loses_drafters=loses_drafters)
         outcome.append(wire)
-        learner = AloneLearner(seconds_per_token=0.0)
-        object.__setattr__(learner, "trainers", trainers)
+        learner = AloneLearner(seconds_per_token=learner_s)
+        object.__setattr__(learner, "trainers", [trainer for trainer in trainers if trainer.name not in apart])
         assert config.speculation is not None
-        coach = Coach(engines, trainers, wire, config.speculation, checkpoint=tmp_path / "drafter", directory=directory)
+        coach = Coach(
+            engines, trainers, wire, config.speculation, checkpoint=tmp_path / "drafter", directory=directory, apart=apart
+        )
         parts = Parts(
             engines=engines,
             learner=learner,
@@ -291,3 +302,13 @@ def test_inline_mode_trains_after_the_update_for_the_time_that_it_was_given(tmp_
 def test_with_a_lag_engines_are_awake_for_every_sync(tmp_path: Path) -> None:
     outcome = simulate(tmp_path, settings=["run.lag=1"])  # the wire asserts it
     assert lengths(outcome) == [32] * 6
+
+
+def test_an_engine_that_stands_apart_from_the_learner_is_lent_while_that_works(tmp_path: Path) -> None:
+    (tmp_path / "apart").mkdir()
+    (tmp_path / "beside").mkdir()
+    apart = simulate(tmp_path / "apart", apart=["engine-1"], learner_s=0.001)  # the learner and the wire assert the rest
+    beside = simulate(tmp_path / "beside", learner_s=0.001)
+    assert apart.seconds == pytest.approx(beside.seconds, rel=1e-6)
+    trained = [outcome.exchange.progress("engine-1").num_tokens for outcome in (apart, beside)]
+    assert trained[0] > 1.5 * trained[1]

@@ -153,8 +153,11 @@ class LearnerActor:
         meeting_place: str | None,
         wire_dtype: torch.dtype,
         num_threads: int | None,
+        cores: Sequence[int] | None,
         hand_over: HandOverSettings | None,
     ) -> None:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
         self._learner = FsdpLearner(
             model_path,
             config,
@@ -326,6 +329,7 @@ class RemoteLearner:
         config: Config,
         wire_dtype: torch.dtype,
         num_threads: int | None,
+        cores: Sequence[int] | None = None,
         hand_over: HandOverSettings | None = None,
     ) -> None:
         meeting_place = await _plain(self.actors[0].meeting_place.remote()) if len(self.actors) > 1 else None
@@ -339,6 +343,7 @@ class RemoteLearner:
             meeting_place,
             wire_dtype,
             num_threads,
+            cores,
             hand_over,
         )
 
@@ -546,9 +551,10 @@ async def _start_actors(
         for index, engine in enumerate(engines)
     ]
     wire_dtype = getattr(torch, config.rollout.engine.dtype)
-    threads = None if gpu else max(1, len(cores) // config.learner.world_size)
+    threads = None if gpu else config.learner.cpus or max(1, len(cores) // config.learner.world_size)
+    learner_cores = None if gpu or config.learner.cpus is None else cores[: config.learner.cpus * config.learner.world_size]
     hand_over = None if directory is None else _hand_over(config, model_path, directory)
-    await asyncio.gather(*starting, learner.start(str(model_path), config, wire_dtype, threads, hand_over))
+    await asyncio.gather(*starting, learner.start(str(model_path), config, wire_dtype, threads, learner_cores, hand_over))
     if gpu:
         await learner.open_nccl(engines, config.rollout.engine.tensor_parallel_size)
         return Cluster(engines, learner, NcclSender(learner, engines), None, ())
@@ -571,7 +577,12 @@ async def _start_actors(
         )
         for engine, share in zip(engines, shares, strict=True)
     ]
-    coach = Coach(engines, trainers, sender, speculation, checkpoint=checkpoint, directory=directory)
+    apart = [
+        engine.name
+        for engine, share in zip(engines, shares, strict=True)
+        if share is not None and not set(share) & set(learner_cores or cores)
+    ]
+    coach = Coach(engines, trainers, sender, speculation, checkpoint=checkpoint, directory=directory, apart=apart)
     return Cluster(engines, learner, sender, coach, trainers)
 
 

@@ -1,6 +1,6 @@
 """Drafter training beside the run: lends the places of idle engines, closes rounds, publishes what came of them. No ray, no vllm.
 
-    loop ── open_phase, close_phase ──▶ Leases (idle.py) ──orders──▶ engines: sleep, wake     trainers: lease, recall, kill
+    loop ── open_phase … close_phase ─▶ Leases (idle.py) ──orders──▶ engines: sleep, wake     trainers: lease, recall, kill
      │                                     ▲                                                        │
      │  fleet ── on_work, on_drained ──────┘            draft/exchange.py ◀── states, verdicts ─────┘
      │                                                       │
@@ -14,7 +14,7 @@ progress: the fleet goes on with the drafter that it has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -80,8 +80,10 @@ class Coach:
         *,
         checkpoint: Path,
         directory: Path,
+        apart: Collection[str] = (),
     ) -> None:
-        """`checkpoint` is the drafter that the run begins with, `directory` what learner and trainers share."""
+        """`checkpoint` is the drafter that the run begins with, `directory` what learner and trainers share. The engines named in
+        `apart` share no core or GPU with the learner: they may be lent while it works."""
         self._engines = {engine.name: engine for engine in engines}
         self._trainers = dict(zip(self._engines, trainers, strict=True))
         self._sender = sender
@@ -89,6 +91,7 @@ class Coach:
         self._max_draft_length = config.max_draft_length
         self._checkpoint = checkpoint
         self._directory = directory
+        self._apart = frozenset(apart)
         self._exchange = Exchange(rounds_in(directory), checkpoint)
         self._leases = Leases(list(self._engines), self._config.lease)
         self._watch = DriftWatch(self._config.drift)
@@ -148,13 +151,15 @@ class Coach:
     def open_phase(self) -> None:
         """Rollouts begin: engines that run out of them are lent, if the drafter is worth training."""
         if self._config.mode == "idle" and self.lends:
-            self._announce(phase_open=True, training_wanted=self._wanted())
+            self._open(training_wanted=self._wanted())
+
+    async def end_generation(self) -> None:
+        """Rollouts are done: what the learner needs is given back. Engines that stand apart from it may be lent on."""
+        await self._recall([engine for engine in self._engines if engine not in self._apart])
 
     async def close_phase(self) -> None:
-        """Rollouts are done, and all cores and memory are the learner's. Returns when every engine is awake."""
-        self._announce(phase_open=False)
-        for engine in self._engines:
-            await self.awake(engine)
+        """Weights come next. Returns when every engine is awake; then closes the round if enough was trained in it."""
+        await self._recall(list(self._engines))
         if self._exchange.fresh_tokens() >= self._config.round_tokens and self._exchange.round() in (self._judged, self._published):
             self._exchange.close_round()
             self._exchange.forget(but=self._published)
@@ -165,7 +170,7 @@ class Coach:
         if self._config.mode != "inline" or not self._wanted():
             return
         began_s = _now_s()
-        self._announce(phase_open=True, training_wanted=True)
+        self._open(training_wanted=True)
         await asyncio.sleep(self._config.inline_s)
         await self.close_phase()
         self._update_cost_s += _now_s() - began_s
@@ -294,8 +299,13 @@ class Coach:
                 return True
         return False
 
-    def _announce(self, **what: bool) -> None:
-        self._carry_out_all(self._leases.announce(now_s=_now_s(), **what))
+    async def _recall(self, engines: Sequence[str]) -> None:
+        self._carry_out_all(self._leases.announce(now_s=_now_s(), phase_open=False, engines=engines))
+        for engine in engines:
+            await self.awake(engine)
+
+    def _open(self, *, training_wanted: bool) -> None:
+        self._carry_out_all(self._leases.announce(now_s=_now_s(), phase_open=True, training_wanted=training_wanted))
 
     def _event(self, engine: str, event: Event, *, lease: int | None = None) -> None:
         self._carry_out_all(self._leases.on(engine, event, _now_s(), lease=lease))
@@ -367,7 +377,9 @@ class Coach:
             try:
                 await asyncio.wait_for(changed.wait(), None if due_s is None else max(0.0, due_s - _now_s()))
             except TimeoutError:
-                self._carry_out_all(self._leases.due(_now_s()))
+                assert due_s is not None
+                # A clock may stand a rounding error before what it was to wait for.
+                self._carry_out_all(self._leases.due(max(_now_s(), due_s)))
 
     def _cut_span(self, engine: str) -> None:
         label, began_s = self._span_began[engine]

@@ -22,7 +22,7 @@ table, and tests go through all of it for them:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -54,7 +54,7 @@ class Event(Enum):
     DRAINED = auto()
     """It has finished all of them."""
     PHASE_END = auto()
-    """Weights come next, for which an engine must be awake."""
+    """The learner needs its place, or weights come next, for which an engine must be awake."""
     TIME_UP = auto()
     """The time of the state is over: see `Leases.due`."""
     SLEPT = auto()
@@ -176,7 +176,7 @@ class Leases:
         self._places = {engine: Place() for engine in engines}
         self._wanted_since_s: dict[str, float] = {}
         self._now_s = 0.0
-        self.phase_open = False
+        self._open: set[str] = set()
         self.training_wanted = False
         self.account = Account()
 
@@ -187,20 +187,28 @@ class Leases:
         """Number of its present or last lease, for the worker to sign its reports with."""
         return self._places[engine].lease
 
-    def announce(self, *, now_s: float, phase_open: bool | None = None, training_wanted: bool | None = None) -> list[Order]:
-        """Open or close a rollout phase; say whether there is anything to train, and reason to. Idle engines then sleep when they
-        have settled; a phase that closes calls everyone back, and so does training that is not wanted any more."""
+    def announce(
+        self,
+        *,
+        now_s: float,
+        phase_open: bool | None = None,
+        engines: Collection[str] | None = None,
+        training_wanted: bool | None = None,
+    ) -> list[Order]:
+        """Open or close the phase in which places may be lent, of these engines or of all; say whether there is anything to train,
+        and reason to. Idle engines then sleep when they have settled; those whose phase closes are called back, and so are all
+        when training is not wanted any more."""
         self._pass_time(now_s)
-        was_on = self._on()
-        self.phase_open = self.phase_open if phase_open is None else phase_open
+        before = {engine for engine in self._places if self._on(engine)}
+        if phase_open is not None:
+            named = set(self._places if engines is None else engines)
+            self._open = self._open | named if phase_open else self._open - named
         self.training_wanted = self.training_wanted if training_wanted is None else training_wanted
-        if was_on and not self._on():
-            return [order for engine in self._places for order in self.on(engine, Event.PHASE_END, now_s)]
-        if not was_on and self._on():
-            for place in self._places.values():
-                if place.state is State.IDLE:
-                    place.since_s = now_s
-        return []
+        after = {engine for engine in self._places if self._on(engine)}
+        for engine in after - before:
+            if self._places[engine].state is State.IDLE:
+                self._places[engine].since_s = now_s
+        return [order for engine in self._places if engine in before - after for order in self.on(engine, Event.PHASE_END, now_s)]
 
     def on(self, engine: str, event: Event, now_s: float, *, lease: int | None = None, training_s: float = 0.0) -> list[Order]:
         """What to do about an event. A worker signs with the number of its lease; `training_s` is what it has trained in it."""
@@ -226,7 +234,7 @@ class Leases:
         place = self._places[engine]
         match place.state:
             case State.IDLE:
-                return place.since_s + self._config.settle_s if self._on() else None
+                return place.since_s + self._config.settle_s if self._on(engine) else None
             case State.LEASED:
                 return place.since_s + self._config.lease_s
             case State.RECALLED:
@@ -234,14 +242,14 @@ class Leases:
             case _:
                 return None
 
-    def _on(self) -> bool:
-        return self.phase_open and self.training_wanted
+    def _on(self, engine: str) -> bool:
+        return engine in self._open and self.training_wanted
 
     def _pass_time(self, now_s: float) -> None:
         """Book the time since the last event, in which no place changed."""
         passed_s, self._now_s = now_s - self._now_s, now_s
-        for place in self._places.values():
-            if place.state is State.LOST or place.has_work or not self._on():
+        for engine, place in self._places.items():
+            if place.state is State.LOST or place.has_work or not self._on(engine):
                 continue
             self.account.leasable_s += passed_s
             if place.state is State.LEASED:

@@ -105,6 +105,8 @@ class _Run:
             with stage("draft"):
                 await self.parts.coach.inline()
         with stage("sync"):
+            if self.parts.coach is not None:
+                await self.parts.coach.close_phase()
             await self.sync()
             if self.parts.coach is not None:
                 await self.parts.coach.publish()
@@ -117,7 +119,7 @@ class _Run:
         began_s = asyncio.get_running_loop().time()
         coach.open_phase()
         groups = await self.batches.popleft().wait()
-        await coach.close_phase()  # with a lag as well: engines must be awake for the sync
+        await coach.end_generation()
         await coach.observe(groups, asyncio.get_running_loop().time() - began_s)
         return groups
 
