@@ -28,11 +28,13 @@ BENCHES = {
     "costs": "step time and acceptance by batch and draft length on arena:large: a prior for the selector (estimated: 6 minutes)",
     "control": "cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)",
     "history": "history drafter on a second epoch: accepted length, and what its proposals cost (estimated: 6 minutes)",
+    "drafter": "does the drafter follow the policy for free and give way at once (estimated: 25 minutes)",
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",
     "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 20 minutes)",
     "selector": "how fast the selector learns from nothing; what a shrinking batch does (estimated: 15 minutes)",
     "sync": "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 2 minutes)",
+    "training": "drafter training: packed against one document a pass; stall of a checkpoint (estimated: 4 minutes)",
 }
 
 _LEARNED = ("eagle3", "dflash")
@@ -90,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Read RUN/metrics.jsonl, write RUN/report.html. Works on a run still going.",
     )
     report.add_argument("run", type=Path, help="run directory, e.g. runs/arena")
+    report.add_argument("--against", type=Path, metavar="OTHER_RUN", help="draw accepted length beside that of another run")
     report.set_defaults(command=_report)
 
     arena = commands.add_parser("arena", help="the built-in small workload").add_subparsers(required=True, metavar="ACTION")
@@ -104,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     build.set_defaults(command=_arena_build)
 
     _add_draft(commands.add_parser("draft", help="train a drafter for a policy"))
+    _add_export(commands.add_parser("export", help="hand a drafter to others: a checkpoint for stock vLLM, with a card"))
 
     bench = commands.add_parser(
         "bench",
@@ -113,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=formatter,
     )
     bench.add_argument("name", choices=sorted(BENCHES))
-    bench.add_argument("overrides", nargs="*", metavar="a.b=value", help="learning only: settings of the runs")
+    bench.add_argument("overrides", nargs="*", metavar="a.b=value", help="drafter, learning: settings of the runs")
     bench.add_argument("--html", type=Path, metavar="FILE", help="rollout only: write tables and pictures as one page")
     bench.add_argument("--costs", type=Path, metavar="FILE", help="costs only: write a file for speculation.selector.costs")
     _add_result_options(bench)
@@ -211,6 +215,27 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
     train.set_defaults(command=_draft_train)
 
 
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    drafter = parser.add_subparsers(required=True, metavar="WHAT").add_parser(
+        "drafter",
+        help="a speculators checkpoint that stock vLLM serves, with a model card",
+        description="Check a drafter and write it to OUT, whole or not at all. Paceline is not needed to serve it:\n"
+        "OUT/README.md states its kind, its policy, acceptance by position, accepted length by draft length, what it was trained\n"
+        "on, and the `vllm serve` command. What training did not record, the card calls not recorded.",
+        epilog="examples:\n"
+        "  paceline export drafter drafter published             what `paceline draft train MODEL --out drafter` wrote\n"
+        "  paceline export drafter runs/arena published          the drafter that a run has trained (runs/arena/drafter)\n"
+        "  paceline export drafter drafter published --policy Qwen/Qwen3-8B",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    drafter.add_argument("source", type=Path, metavar="SOURCE", help="drafter's checkpoint directory, or a run with drafter/ in it")
+    drafter.add_argument("out", type=Path, metavar="OUT", help="directory to write; must not exist")
+    drafter.add_argument(
+        "--policy", metavar="NAME", help="where others find the policy, for card and config (without it: as training named it)"
+    )
+    drafter.set_defaults(command=_export_drafter)
+
+
 def _add_result_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write figures, spread, goals and environment to FILE")
     parser.add_argument("--check", action="store_true", help="exit 1 if a goal is missed")
@@ -248,7 +273,7 @@ def _run_and_report(config: Config) -> int:
 def _report(options: argparse.Namespace) -> int:
     from paceline.evidence.report import write_report
 
-    print(write_report(options.run))
+    print(write_report(options.run, against=options.against))
     return 0
 
 
@@ -262,6 +287,7 @@ def _arena_build(options: argparse.Namespace) -> int:
 def _draft_train(options: argparse.Namespace) -> int:
     from paceline.arena import drafter as arena
     from paceline.arena.policy import resolve
+    from paceline.draft.provenance import read_evaluation
     from paceline.run import warmstart
     from paceline.session import load_tokenizer
 
@@ -269,7 +295,7 @@ def _draft_train(options: argparse.Namespace) -> int:
     if options.out is None and is_arena:
         name = options.model.removeprefix("arena:")
         directory = arena.build_drafter(name, kind=options.kind, cache_root=_cache_root(), progress=_progress)
-        evaluation = arena.read_evaluation(directory)
+        evaluation = read_evaluation(directory)
     elif options.out is None or not (is_arena or options.data):
         raise ValueError("draft train: got no --out or no --data; must have both because only arena policies bring prompts")
     else:
@@ -277,7 +303,16 @@ def _draft_train(options: argparse.Namespace) -> int:
         tokenizer = load_tokenizer(model_path)
         prompts = warmstart.read_prompts(options.data, options.prompt_key, tokenizer) if options.data else arena.prompts(tokenizer)
         recipe = warmstart.WarmStart(train_tokens=options.tokens, rollout_tokens=options.tokens // 3)
-        evaluation = warmstart.train_drafter(options.kind, model_path, prompts, directory, recipe, progress=_progress)
+        evaluation = warmstart.train_drafter(
+            options.kind,
+            model_path,
+            prompts,
+            directory,
+            recipe,
+            policy=options.model,
+            data=arena.DATA if options.data is None else options.data.name,
+            progress=_progress,
+        )
     print("draft position / length  " + "".join(f"{k:8}" for k in range(1, len(evaluation.overlap) + 1)))
     print("overlap                  " + "".join(f"{value:8.3f}" for value in evaluation.overlap))
     print("accepted length          " + "".join(f"{value:8.2f}" for value in evaluation.accepted_length))
@@ -285,11 +320,20 @@ def _draft_train(options: argparse.Namespace) -> int:
     return 0
 
 
+def _export_drafter(options: argparse.Namespace) -> int:
+    from paceline.draft.export import CARD_FILE, export_drafter
+
+    export_drafter(options.source, options.out, policy=options.policy)
+    print(f"drafter: {options.out}")
+    print(f"card: {options.out / CARD_FILE}")
+    return 0
+
+
 def _bench(options: argparse.Namespace) -> int:
     arguments: dict[str, Any] = {"progress": _progress}
     if options.name != "control":  # which needs no policy
         arguments["cache_root"] = _cache_root()
-    if options.name == "learning":
+    if options.name in ("drafter", "learning"):
         arguments["config_file"] = Path(__file__).parent / "configs" / "arena.toml"
         arguments["overrides"] = options.overrides
     if options.name == "costs":

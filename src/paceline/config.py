@@ -157,11 +157,84 @@ class BanditSelector(Section):
 SelectorConfig = Annotated[MeasuredSelector | FixedSelector | TableSelector | BanditSelector, Field(discriminator="kind")]
 
 
+class BufferConfig(Section):
+    """Where rollouts with the policy's hidden states wait for drafter training."""
+
+    directory: Path = Path("/dev/shm/paceline")  # noqa: S108  shared memory: its files are made by this run in a folder of its own
+    """Each run makes a folder of its own in it. Shared memory by default; a folder on a disk spills."""
+    capacity_mb: float = Field(default=1024, gt=0)
+    """Of all that is kept. A token takes 4 bytes x hidden size x (taps + 1): 4 KB for arena:small."""
+    step_mb: float = Field(default=256, gt=0)
+    """Handed over by the learner in one step, at most."""
+    step_share: float = Field(default=0.5, gt=0, le=1)
+    """Of a step's rollouts that are handed over, if they fit into `step_mb`."""
+    keep_versions: int = Field(default=8, ge=1)
+    """Policy versions after which a rollout goes, however much room there is: it says what an older policy said."""
+    long_share: float = Field(default=0.25, ge=0, lt=1)
+    """Of the room, kept for the longest rollouts of earlier versions: short ones are many and would crowd them out."""
+    heldout_share: float = Field(default=0.1, gt=0, lt=1)
+    """Of the prompts (and of the room) that judge the drafter and never train it."""
+
+
+class LeaseConfig(Section):
+    """When an idle engine's place is lent to drafter training, and how soon it is given back."""
+
+    settle_s: float = Field(default=0.02, ge=0)
+    """How long an engine must have been idle: between two rollouts it is for a moment."""
+    lease_s: float = Field(default=60, gt=0)
+    """Longest lease. The trainer is recalled then, whether or not the engine has work."""
+    grace_s: float = Field(default=0.1, ge=0)
+    """How long a recalled trainer may take to let go. After that it is killed, because the engine's rollouts do not wait for it."""
+
+
+class DriftConfig(Section):
+    """When the drafter is worth training, and when what was trained is worth publishing."""
+
+    noise: float = Field(default=0.01, ge=0)
+    """Relative change of accepted length that means nothing."""
+    horizon_steps: int = Field(default=5, ge=1)
+    """RL steps over which an update has to earn its cost: by then the policy has moved on."""
+    heldout_tokens: int = Field(default=2048, ge=1)
+    """Tokens of the held-out slice on which old and new drafter are compared."""
+
+
+class DrafterTrainingConfig(Section):
+    """Training of a learned drafter while RL moves the policy away from it."""
+
+    mode: Literal["idle", "inline", "off"] = "off"
+    """`idle` trains on engines that wait for the tail of a phase; `inline` after the policy update, which costs its time."""
+    when: Literal["worth it", "always"] = "worth it"
+    """`worth it` trains when what it is expected to gain, by acceptance measured against its baseline, exceeds its cost."""
+    inline_s: float = Field(default=2.0, gt=0)
+    """How long every engine's place is lent after each policy update in mode `inline`."""
+    round_tokens: int = Field(default=8192, ge=1)
+    """Tokens trained on, by all workers together, until what came of them is judged on the held-out slice."""
+    tokens_per_step: int = Field(default=1024, ge=1)
+    """Of one optimizer step, which is one micro-batch if memory allows."""
+    matrix_lr: float = Field(default=0.03, gt=0)
+    """Of Muon, for the matrices inside the drafter's layer. Lower than offline, because it never falls."""
+    other_lr: float = Field(default=0.003, gt=0)
+    """Of AdamW, for embeddings, output head and norms."""
+    buffer: BufferConfig = BufferConfig()
+    lease: LeaseConfig = LeaseConfig()
+    drift: DriftConfig = DriftConfig()
+
+
 class SpeculationConfig(Section):
     drafter: DrafterConfig
     max_draft_length: int = Field(default=7, ge=1, le=16)
     """Largest number of tokens proposed per verification. The selector chooses from 0 to this."""
     selector: SelectorConfig = MeasuredSelector()
+    training: DrafterTrainingConfig = DrafterTrainingConfig()
+
+    @model_validator(mode="after")
+    def _trainable(self) -> SpeculationConfig:
+        if self.training.mode != "off" and not isinstance(self.drafter, LearnedDrafter):
+            raise ValueError(
+                f"speculation.training.mode: got {self.training.mode!r} with drafter.kind {self.drafter.kind!r}; must be off "
+                "because only learned drafters (eagle3, dflash) have weights to train"
+            )
+        return self
 
 
 class EngineConfig(Section):
@@ -209,6 +282,9 @@ class RolloutConfig(Section):
 class LearnerConfig(Section):
     world_size: int = Field(default=1, ge=1)
     """FSDP2 processes."""
+    cpus: int | None = Field(default=None, ge=1)
+    """Cores of each process, where there is no GPU; None shares all cores out. Engines on other cores may be lent to drafter
+    training while the learner works."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward and backward pass. Master weights and optimizer state are float32 in either case."""
     learning_rate: float = Field(default=1e-6, gt=0)

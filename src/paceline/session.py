@@ -21,6 +21,7 @@ from paceline.arena.policy import resolve
 from paceline.arena.problems import arena_task
 from paceline.config import ArenaData, Config, EagleDrafter, ParallelDrafter
 from paceline.console import ConsoleSink
+from paceline.draft.provenance import Provenance
 from paceline.evidence.measure import environment
 from paceline.metrics import JsonlSink, Recorder, Sink, WandbSink
 from paceline.run.loop import Parts, train
@@ -66,8 +67,25 @@ async def _run(config: Config, model_path: Path, task: Task, tokenizer: Tokenize
             prompts=task.prompts,
             heldout=task.heldout,
             score=scorer(task.reward, tokenizer),
+            coach=cluster.coach,
         )
         await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"))
+        if cluster.coach is not None:
+            cluster.coach.save(directory / "drafter", _provenance(config, directory))
+
+
+def _provenance(config: Config, directory: Path) -> Provenance:
+    """Of the drafter that a run has trained."""
+    assert config.speculation is not None and isinstance(config.speculation.drafter, EagleDrafter | ParallelDrafter)
+    facts = {key: value for key, value in config.data.model_dump(mode="json").items() if value is not None}
+    return Provenance(
+        policy=f"{directory.resolve()}/policy/step-{config.run.steps} ({config.policy.model} after RL)",
+        data=", ".join(f"{key} {value}" for key, value in facts.items()),
+        start=config.speculation.drafter.path,
+        num_tokens=0,
+        seed=config.run.seed,
+        rl_steps=config.run.steps,
+    )
 
 
 def with_drafter(config: Config, *, cache_root: Path, progress: Callable[[str], None]) -> Config:

@@ -12,10 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paceline.config import EngineConfig, FixedSelector, SpeculationConfig
-from paceline.draft.checkpoint import load
+from paceline.draft.checkpoint import load, random_drafter
+from paceline.draft.exchange import drafter_weights
 from paceline.draft.kinds import guess
 from paceline.draft.lesson import Document, make_pack
 from paceline.rollout.engine import VllmEngine
+from paceline.rollout.transfer import ShmSender
 from paceline.run.warmstart import WarmStart, default_taps, train_drafter
 from paceline.types import Prompt, RolloutRequest, Tokens
 from random_policy import END_TOKEN, VOCABULARY
@@ -127,3 +129,58 @@ def test_the_engine_drafts_what_training_unrolled_and_writes_what_it_writes_with
     assert accepted > 0.1 * verifications, "a drafter that never hits would hide a difference"
     assert metrics["engine/drafted_tokens"] == pytest.approx(verifications * DRAFT_LENGTH, rel=0.02)
     assert metrics["engine/accepted_tokens"] == pytest.approx(accepted, rel=0.05)
+
+
+def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
+    kind: str, policy_path: Path, drafter_path: Path, engine_config: EngineConfig, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    """Weights that arrive under another name, or into a copy that nobody reads, leave the old drafter at work without a word."""
+    random_drafter(drafter_path, tmp_path / "random", seed=3)
+    prompts = [prompt.token_ids for prompt in make_prompts(24, seed=2)]
+
+    def speculation(path: Path) -> SpeculationConfig:
+        drafter = {"kind": kind, "path": str(path)}
+        return SpeculationConfig.model_validate(
+            {"drafter": drafter, "max_draft_length": DRAFT_LENGTH, "selector": FixedSelector(draft_length=DRAFT_LENGTH)}
+        )
+
+    async def before_and_after() -> tuple[float, float]:
+        engine = await VllmEngine.start("test", policy_path, engine_config, seed=0, speculation=speculation(tmp_path / "random"))
+        sender = ShmSender()
+        try:
+            random_share = await accepted_share(engine, prompts)
+            push = sender.stage(1, drafter_weights(drafter_path / "model.safetensors").items(), target="drafter")
+            receipt = await engine.receive(push)
+            assert receipt.ok, receipt
+            assert engine.policy_version == 0, "a drafter is no policy"
+            return random_share, await accepted_share(engine, prompts)
+        finally:
+            sender.close()
+            await engine.close()
+
+    async def loaded() -> float:
+        engine = await VllmEngine.start("test", policy_path, engine_config, seed=0, speculation=speculation(drafter_path))
+        try:
+            return await accepted_share(engine, prompts)
+        finally:
+            await engine.close()
+
+    before, after = runner.run(before_and_after())
+    expected = runner.run(loaded())
+    assert before < 0.5 * expected, "the random drafter is as good, so a push that does nothing would pass"
+    assert after == pytest.approx(expected, rel=0.02)
+
+
+async def accepted_share(engine: VllmEngine, prompts: Sequence[Tokens]) -> float:
+    """Of drafted tokens, greedily, in this batch."""
+    start = await engine.metrics()
+    requests = [
+        RolloutRequest(group_id=i, index=0, prompt_ids=ids, max_tokens=MAX_TOKENS, temperature=0.0) for i, ids in enumerate(prompts)
+    ]
+    await engine.submit(requests)
+    num_finished = 0
+    while num_finished < len(prompts):
+        num_finished += len(await engine.collect())
+    end = await engine.metrics()
+    drafted, accepted = (end[key] - start[key] for key in ("engine/drafted_tokens", "engine/accepted_tokens"))
+    return accepted / drafted

@@ -51,7 +51,7 @@ def test_taps_of_a_grown_policy_are_where_growth_has_put_their_layers(kind: str,
     save(make_drafter(kind), tmp_path / "source")
     evaluation = Evaluation(overlap=(0.9, 0.8), divergence=(0.1, 0.2), accepted_length=(1.9, 2.6), num_tokens=7)
     arena.write_evaluation(tmp_path / "source", evaluation)
-    arena._widen(tmp_path / "source", tmp_path / "drafter", policy_path=large)
+    arena._widen(tmp_path / "source", tmp_path / "drafter", policy_path=large, policy="arena:large")
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     # After the first, the third and the fourth original layer; tap i is what layer i - 1 puts out.
     assert config[key] == [2, 8, 11]

@@ -66,6 +66,10 @@ def test_kind_of_data_chooses_its_settings():
         (["data.kind=arena", "data.seeed=1"], r"^data\.seeed: unknown key; did you mean data\.seed\?$"),
         (["data.seed=1"], r"^data\.kind: is missing; must be one of arena, jsonl, datasets$"),
         (["run=3"], r"^run: got 3; "),
+        (
+            ["speculation.drafter.kind=ngram", "speculation.training.mode=idle"],
+            r"^speculation\.training\.mode: got 'idle' with drafter\.kind 'ngram'; must be off because",
+        ),
         (["run.steps=3", "run.steps.x=3"], r"^override: 'run\.steps\.x' goes through 'steps', which is a value$"),
         (["run.steps"], r"^override: got 'run\.steps'; must be a\.b=value$"),
         (["=3"], r"^override: got '=3'; must be a\.b=value$"),

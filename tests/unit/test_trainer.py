@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafter_cases import KINDS, VOCABULARY, make_documents, make_drafter, make_head
 from paceline.draft.kinds import guess
 from paceline.draft.lesson import Document, make_pack
-from paceline.draft.trainer import DrafterTrainer, Schedule, evaluate, expected_verifications
+from paceline.draft.trainer import DrafterTrainer, Schedule, State, average, evaluate, expected_verifications
 
 CPU = torch.device("cpu")
 LENGTHS = [(3, 9), (1, 4), (6, 2), (2, 13), (4, 7)]
@@ -94,6 +96,133 @@ def test_training_goes_on_from_a_saved_state() -> None:
     assert second.run(lambda: False)
     for name, weight in second.drafter.state_dict().items():
         assert torch.equal(weight.nan_to_num(), whole[name].nan_to_num()), name
+
+
+def make_worker(state: State | None = None, *, kind: str = "eagle3") -> DrafterTrainer:
+    trainer = DrafterTrainer(make_drafter(kind, seed=0 if state is None else 9), make_head(), SCHEDULE)
+    if state is not None:
+        trainer.load_state_dict(state)
+    return trainer
+
+
+def train_slice(trainer: DrafterTrainer, seed: int, lengths: list[tuple[int, int]] = LENGTHS) -> None:
+    trainer.submit(make_documents(lengths, seed=seed))
+    assert trainer.run(lambda: False)
+
+
+def assert_same(one: State, other: State) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_worker_that_is_averaged_after_every_slice_is_one_that_never_was(kind: str) -> None:
+    """Averaging that forgets momentum or counts would make each slice start with a jump, for nothing."""
+    whole = make_worker(kind=kind)
+    state = make_worker(kind=kind).state_dict()
+    for seed in range(3):
+        train_slice(whole, seed)
+        worker, idle = make_worker(state, kind=kind), make_worker(state, kind=kind)
+        train_slice(worker, seed)
+        # One that joined and saw nothing changes nothing.
+        state = average([idle.state_dict(), worker.state_dict()], [idle.fresh_tokens, worker.fresh_tokens])
+    assert_same(state, whole.state_dict())
+    assert whole.num_steps > 3 and any(name.startswith("optimizer/1/") for name in state)
+
+
+def test_workers_that_saw_the_same_are_their_own_average() -> None:
+    start = make_worker().state_dict()
+    workers = [make_worker(start) for _ in range(4)]
+    for worker in workers:
+        train_slice(worker, 5)
+    assert_same(average([w.state_dict() for w in workers], [w.fresh_tokens for w in workers]), workers[0].state_dict())
+
+
+def test_a_worker_counts_by_the_tokens_that_it_has_seen() -> None:
+    """A plain mean lets a worker that was recalled after one step undo half of what another learnt in a whole phase."""
+    start = make_worker().state_dict()
+    few, many = make_worker(start), make_worker(start)
+    train_slice(few, 0, [(3, 9)])
+    for seed in range(3):
+        train_slice(many, seed)
+    assert (few.fresh_tokens, many.fresh_tokens) == (12, 3 * sum(map(sum, LENGTHS)))
+    share = many.fresh_tokens / (few.fresh_tokens + many.fresh_tokens)
+    ours, one, other = (
+        state["drafter/fc.weight"]
+        for state in (
+            average([few.state_dict(), many.state_dict()], [few.fresh_tokens, many.fresh_tokens]),
+            few.state_dict(),
+            many.state_dict(),
+        )
+    )
+    torch.testing.assert_close(ours, (1 - share) * one + share * other)
+    assert (ours - other).norm() < 0.2 * (ours - one).norm()
+
+
+def test_averaged_momentum_is_that_of_one_worker_on_all_documents() -> None:
+    """Where the step is linear in the gradient, which momentum is, workers together equal one worker: exact up to rounding."""
+    schedule = Schedule(num_steps=None, tokens_per_step=10_000, draft_length=3, warmup_steps=1, max_grad_norm=1e9, autocast=False)
+
+    def momentum(parts: list[Document]) -> tuple[State, int]:
+        trainer = DrafterTrainer(make_drafter(), make_head(), schedule)
+        trainer.submit(parts)
+        trainer.run(lambda: False)
+        state = trainer.state_dict()
+        return {name: state[name] for name in state if name.endswith(("exp_avg", "momentum_buffer"))}, trainer.num_steps
+
+    # Of equal numbers of guesses, so that the mean of the means is the mean.
+    first, second = make_documents([(3, 9), (3, 9)])
+    together, num_steps = momentum([first, second])
+    apart = average([momentum([first])[0], momentum([second])[0]], [12, 12])
+    assert num_steps == 1 and together.keys() == apart.keys()
+    for name, tensor in together.items():
+        torch.testing.assert_close(apart[name], tensor, rtol=1e-3, atol=1e-6)
+
+
+def test_a_worker_that_leaves_in_the_middle_of_a_step_leaves_that_step_behind() -> None:
+    """Its half-made gradient must not weigh in the average, nor leak into the next step of whoever goes on."""
+    start = make_worker().state_dict()
+    worker = make_worker(start)
+    worker.submit(make_documents(LENGTHS))
+    answers = iter([False, True])
+    assert not worker.run(lambda: next(answers))
+    with pytest.raises(AssertionError, match="inside an optimizer step"):
+        worker.state_dict()
+    worker.drop_queue()
+    assert worker.fresh_tokens == 0
+    left = worker.state_dict()
+    assert_same({n: t for n, t in left.items() if n != "num_tokens"}, {n: t for n, t in start.items() if n != "num_tokens"})
+    fresh = make_worker(start)
+    train_slice(worker, 1)
+    train_slice(fresh, 1)
+    assert torch.equal(worker.drafter.fc.weight, fresh.drafter.fc.weight)
+
+
+def test_a_step_that_was_skipped_gives_no_weight_in_the_average() -> None:
+    worker = make_worker()
+    documents = make_documents([(3, 9)])
+    documents[0].taps[0, 0, 0] = np.inf
+    worker.submit(documents)
+    worker.run(lambda: False)
+    assert worker.num_skipped == 1 and worker.fresh_tokens == 0
+
+
+def test_a_state_goes_through_safetensors(tmp_path: Path) -> None:
+    """It crosses processes as a file, and nothing may need pickle for that."""
+    worker = make_worker()
+    train_slice(worker, 0)
+    save_file(worker.state_dict(), tmp_path / "state.safetensors")
+    assert_same(make_worker(load_file(tmp_path / "state.safetensors")).state_dict(), worker.state_dict())
+
+
+def test_a_newer_head_is_the_teacher_from_then_on() -> None:
+    """A drafter taught through the first policy's head would learn away from the present one."""
+    worker, other = make_worker(), DrafterTrainer(make_drafter(), make_head(7), SCHEDULE)
+    worker.teach_with(make_head(7))
+    train_slice(worker, 0)
+    train_slice(other, 0)
+    assert_same(worker.state_dict(), other.state_dict())
 
 
 def test_stopping_is_asked_before_every_micro_batch() -> None:

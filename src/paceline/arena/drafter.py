@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -19,7 +19,13 @@ from paceline.arena.cache import DEFAULT_CACHE_ROOT, Progress, build_once
 from paceline.arena.growth import GROWTH_FILE
 from paceline.arena.problems import arena_task
 from paceline.draft.checkpoint import widen
-from paceline.draft.trainer import Evaluation
+from paceline.draft.provenance import (
+    PROVENANCE_FILE,
+    read_evaluation,
+    read_provenance,
+    write_evaluation,
+    write_provenance,
+)
 from paceline.run.task import Tokenizer
 from paceline.run.warmstart import WarmStart, default_taps, train_drafter
 from paceline.types import Prompt
@@ -27,19 +33,20 @@ from paceline.types import Prompt
 ARENA = "arena"
 """As a drafter's path: the one that belongs to the arena policy in use."""
 
-EVALUATION_FILE = "evaluation.json"
+DATA = "arena problems that no RL run and no supervised training sees"
+"""What `prompts` are, for a drafter's card."""
 _SEED_OFFSET = 2_000_000
 _LABELS = {"eagle3": "drafter", "dflash": "dflash"}
 """In the names of cached drafters, by kind."""
 
 RECIPES = {
     "eagle3": {
-        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000),
+        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000, version=2),
         "small": WarmStart(train_tokens=700_000, rollout_tokens=350_000),
     },
     # A token costs about twice as much to train on as with EAGLE-3: the layers are two.
     "dflash": {
-        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000),
+        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000, version=2),
         "small": WarmStart(train_tokens=350_000, rollout_tokens=200_000),
     },
 }
@@ -70,10 +77,19 @@ def build_drafter(name: str, *, kind: str = "eagle3", progress: Progress, cache_
 
     def write(temporary: Path) -> None:
         if source_name is None:
-            _train(kind, temporary, model_path, warm_start, lambda line: progress(f"{label}: {line}"))
+            train_drafter(
+                kind,
+                model_path,
+                prompts(AutoTokenizer.from_pretrained(model_path)),
+                temporary,
+                warm_start,
+                policy=f"arena:{name}",
+                data=DATA,
+                progress=lambda line: progress(f"{label}: {line}"),
+            )
         else:
             source = build_drafter(source_name, kind=kind, progress=progress, cache_root=cache_root)
-            _widen(source, temporary, policy_path=model_path)
+            _widen(source, temporary, policy_path=model_path, policy=f"arena:{name}")
 
     return build_once(directory, write, name=label, progress=progress)
 
@@ -83,33 +99,19 @@ def prompts(tokenizer: Tokenizer) -> Iterator[Prompt]:
     return arena_task(tokenizer, seed=_SEED_OFFSET, num_heldout=0).prompts
 
 
-def read_evaluation(drafter: Path) -> Evaluation:
-    tree = json.loads((drafter / EVALUATION_FILE).read_text(encoding="utf-8"))
-    return Evaluation(
-        overlap=tuple(tree["overlap"]),
-        divergence=tuple(tree["divergence"]),
-        accepted_length=tuple(tree["accepted_length"]),
-        num_tokens=tree["num_tokens"],
-    )
-
-
-def write_evaluation(drafter: Path, evaluation: Evaluation) -> None:
-    (drafter / EVALUATION_FILE).write_text(json.dumps(asdict(evaluation), indent=2) + "\n", encoding="utf-8")
-
-
 def _key(recipe: policy.Recipe, warm_start: WarmStart) -> str:
     text = json.dumps([asdict(recipe), asdict(warm_start)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _train(kind: str, directory: Path, model_path: Path, recipe: WarmStart, progress: Progress) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    write_evaluation(directory, train_drafter(kind, model_path, prompts(tokenizer), directory, recipe, progress=progress))
-
-
-def _widen(source: Path, directory: Path, *, policy_path: Path) -> None:
+def _widen(source: Path, directory: Path, *, policy_path: Path, policy: str) -> None:
     """The taps move to where growth has put their layers."""
     layers: list[int] = json.loads((policy_path / GROWTH_FILE).read_text(encoding="utf-8"))["original_layers"]
     taps = [layers[tap - 1] + 1 if tap else 0 for tap in default_taps(len(layers))]
     widen(source, directory, policy_path=policy_path, taps=taps)
     write_evaluation(directory, read_evaluation(source))
+    if (source / PROVENANCE_FILE).is_file():
+        provenance = read_provenance(source)
+        write_provenance(
+            directory, replace(provenance, policy=policy, start=f"{provenance.start}; widened from {provenance.policy}")
+        )

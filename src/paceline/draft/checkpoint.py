@@ -111,7 +111,7 @@ def _write(directory: Path, config: str, weights: dict[str, torch.Tensor], token
     if tokenizer is not None and tokenizer.is_file():
         shutil.copyfile(tokenizer, partial / "tokenizer.json")
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / CHECKSUM_FILE).write_text(f"{_sha256(partial / 'model.safetensors')}  model.safetensors\n", encoding="utf-8")
+    (partial / CHECKSUM_FILE).write_text(f"{sha256(partial / 'model.safetensors')}  model.safetensors\n", encoding="utf-8")
     partial.rename(directory)
 
 
@@ -156,12 +156,19 @@ def random_drafter(like: Path, out: Path, *, seed: int) -> None:
     _write(out, (like / "config.json").read_text(encoding="utf-8"), weights, like / "tokenizer.json")
 
 
+def read_taps(drafter_path: Path, model_path: Path) -> tuple[int, ...]:
+    """Hidden states of the policy that a checkpoint reads, in vLLM's numbering (i: after i layers)."""
+    config = json.loads((drafter_path / "config.json").read_text(encoding="utf-8"))
+    kind = config.get("speculators_model_type", "eagle3")
+    return tuple(_taps(kind, config, _policy_config(model_path)["num_hidden_layers"]))
+
+
 def preflight(drafter_path: Path, model_path: Path, *, kind: str, max_model_len: int) -> None:
     """Refuse a drafter that does not belong to this policy, before an engine loads either. vLLM loads most of these without a word
     and accepts nothing afterwards, which looks like a poor drafter."""
-    config, layer, shapes = _read_drafter(drafter_path, kind)
-    policy = _policy_config(model_path)
     who = f"speculation.drafter.path: {drafter_path}"
+    config, layer, shapes = read_parts(drafter_path, kind, who=who)
+    policy = _policy_config(model_path)
     if layer["vocab_size"] != policy["vocab_size"]:
         raise ValueError(
             f"{who} has a vocabulary of {layer['vocab_size']}; must be {policy['vocab_size']} because token ids are the policy's: "
@@ -213,9 +220,9 @@ def _check_taps(
         )
 
 
-def _read_drafter(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Config, config of its layer, and shapes by name, without loading weights; the checksum is verified where there is one."""
-    who = f"speculation.drafter.path: {path}"
+def read_parts(path: Path, kind: str, *, who: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Config, config of its layer, and shapes by name, without loading weights; the checksum is verified where there is one. `who`
+    begins every complaint."""
     file, weights = path / "config.json", sorted(path.glob("*.safetensors"))
     if not file.is_file() or not weights:
         raise ValueError(
@@ -226,7 +233,7 @@ def _read_drafter(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]
     if found != kind:
         raise ValueError(f"{who} is a {found!r} drafter; must be {kind!r} for drafter.kind {kind}: choose another kind or drafter")
     recorded = path / CHECKSUM_FILE
-    if recorded.is_file() and recorded.read_text(encoding="utf-8").split()[0] != _sha256(path / "model.safetensors"):
+    if recorded.is_file() and recorded.read_text(encoding="utf-8").split()[0] != sha256(path / "model.safetensors"):
         raise ValueError(f"{who} differs from its checksum; must be whole because a damaged drafter loads silently: copy it again")
     shapes: dict[str, tuple[int, ...]] = {}
     for part in weights:
@@ -263,6 +270,6 @@ def _vocabulary(tokenizer: Path) -> Any:
     return json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"]
 
 
-def _sha256(file: Path) -> str:
+def sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

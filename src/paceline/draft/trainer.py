@@ -9,6 +9,9 @@ same parameters as if it had never been interrupted.
 Matrices inside the layer are trained by Muon, all else by AdamW. The loss of a step is the mean over its guesses, whatever the
 cut into micro-batches. A warm start knows its length: the learning rate falls to zero over it, and the number of unrolled steps
 grows with it, because the first step is learnt first and the later ones, which build on it, cost as much time each.
+
+Several workers train on documents of their own and are averaged between slices, each by the tokens that it has seen since the last
+time: weights and optimizers alike. Who joins loads the average, who leaves is left out, and one alone is its own average.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +31,12 @@ from paceline.types import Floats
 
 if TYPE_CHECKING:
     from paceline.draft.checkpoint import Drafter
+
+
+State = dict[str, torch.Tensor]
+"""Of a trainer, flat, so that it can be written as safetensors and averaged tensor by tensor."""
+WEIGHTS = "drafter/"
+"""Prefix of the drafter's tensors in a state; the others are the optimizers'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +114,18 @@ class DrafterTrainer:
         self._planned_steps = 0
         self._optimizers = _make_optimizers(drafter, schedule)
         self._sums: dict[str, float] = {}
+        self._pending_tokens = 0
+        self.fresh_tokens = 0
+        """Trained on since the state was last loaded: the weight of this worker in an average."""
+
+    def teach_with(self, head_VD: torch.Tensor) -> None:
+        """Go on with the output head of a newer policy."""
+        self._head_VD = head_VD.detach().float()
 
     def submit(self, documents: Sequence[Document]) -> None:
         """Queue documents, in as many optimizer steps as their tokens make. Those too short to teach anything are left out."""
         useful = [document for document in documents if document.num_anchors]
-        for step in _cut(useful, self.schedule.tokens_per_step):
+        for step in plan_steps(useful, self.schedule.tokens_per_step):
             unrolled = self.schedule.unrolled(self._planned_steps)
             overlap_share = self.schedule.overlap_share(self._planned_steps)
             num_guesses = sum(_num_guesses(document, unrolled) for document in step)
@@ -143,29 +159,48 @@ class DrafterTrainer:
         count = max(1.0, sums.pop("guesses", 0.0))
         return {f"draft/{key}": value / count for key, value in sums.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a later trainer needs to go on; only between optimizer steps."""
-        assert not self._queue, "stopped inside an optimizer step, whose gradients would be lost"
-        return {
-            "drafter": self.drafter.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
-            "num_steps": self.num_steps,
-            "num_tokens": self.num_tokens,
-        }
+    def drop_queue(self) -> None:
+        """Forget what is queued, and the gradients of a half-made step: a worker that leaves for good has no use for them."""
+        self._queue.clear()
+        self._planned_steps = self.num_steps
+        self._pending_tokens = 0
+        for optimizer, _ in self._optimizers:
+            optimizer.zero_grad()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.drafter.load_state_dict(state["drafter"])
-        for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.num_steps = self._planned_steps = state["num_steps"]
-        self.num_tokens = state["num_tokens"]
+    def state_dict(self) -> State:
+        """Everything that a later trainer needs to go on, as copies under flat names; only between optimizer steps."""
+        assert not self._queue, "stopped inside an optimizer step, whose gradients would be lost"
+        state = {f"{WEIGHTS}{name}": weight for name, weight in trained(self.drafter).items()}
+        for number, (optimizer, _) in enumerate(self._optimizers):
+            for index, values in optimizer.state_dict()["state"].items():
+                state |= {f"optimizer/{number}/{index}/{key}": value for key, value in values.items()}
+        state |= {name: torch.tensor(count, dtype=torch.float64) for name, count in self._counts().items()}
+        return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from a state; one that holds only weights begins anew with them."""
+        assert not self._queue, "what is queued was planned for another state"
+        load_weights(self.drafter, state)
+        for number, (optimizer, _) in enumerate(self._optimizers):
+            optimizer.load_state_dict(
+                {"state": _optimizer_state(state, number), "param_groups": optimizer.state_dict()["param_groups"]}
+            )
+        counts = {name: round(float(state[name])) if name in state else 0 for name in self._counts()}
+        self.num_steps = self._planned_steps = counts["num_steps"]
+        self.num_tokens = counts["num_tokens"]
+        self.fresh_tokens = 0
+
+    def _counts(self) -> dict[str, int]:
+        return {"num_steps": self.num_steps, "num_tokens": self.num_tokens}
 
     def _accumulate(self, batch: _MicroBatch) -> None:
         pack = make_pack(batch.documents, self._head_VD.device)
         with torch.autocast(self._head_VD.device.type, torch.bfloat16, enabled=self.schedule.autocast):
             guesses = guess(self.drafter, pack, self._head_VD, batch.unrolled, overlap_share=batch.overlap_share)
         (guesses.loss / batch.num_guesses).backward()
-        self.num_tokens += sum(len(document.token_ids) for document in batch.documents)
+        num_tokens = sum(len(document.token_ids) for document in batch.documents)
+        self.num_tokens += num_tokens
+        self._pending_tokens += num_tokens
         for key, value in (
             ("guesses", guesses.count_J.sum()),
             ("divergence", guesses.divergence_J.sum()),
@@ -183,7 +218,45 @@ class DrafterTrainer:
                 optimizer.step()
             optimizer.zero_grad()
         self.num_skipped += not finite
+        self.fresh_tokens += self._pending_tokens if finite else 0
+        self._pending_tokens = 0
         self.num_steps += 1
+
+
+@torch.no_grad()
+def load_weights(drafter: Drafter, state: State) -> None:
+    """Only the drafter's part of a trainer's state."""
+    for name, weight in trained(drafter).items():
+        weight.copy_(state[f"{WEIGHTS}{name}"])
+
+
+def trained(drafter: Drafter) -> dict[str, torch.Tensor]:
+    """The tensors that training changes, by name; not copies."""
+    return {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
+
+
+def average(states: Sequence[State], num_tokens: Sequence[int]) -> State:
+    """The mean of workers' states, each by the tokens that it has seen since all of them were equal (`fresh_tokens`). One that has
+    seen none has learnt nothing and counts for nothing. A tensor that some lack (an optimizer before its first step) is the mean of
+    those that have it."""
+    seen = [(state, count) for state, count in zip(states, num_tokens, strict=True) if count > 0]
+    if len(seen) <= 1:  # its bits as they are
+        return seen[0][0] if seen else states[0]
+    mean: State = {}
+    for name in dict.fromkeys(name for state, _ in seen for name in state):
+        parts = [(state[name], count) for state, count in seen if name in state]
+        total = sum(count for _, count in parts)
+        mean[name] = torch.stack([tensor.double() * (count / total) for tensor, count in parts]).sum(0).to(parts[0][0].dtype)
+    return mean
+
+
+def _optimizer_state(state: State, number: int) -> dict[int, dict[str, torch.Tensor]]:
+    nested: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in state.items():
+        match name.split("/"):
+            case ["optimizer", its_number, index, key] if int(its_number) == number:
+                nested.setdefault(int(index), {})[key] = tensor
+    return nested
 
 
 def plan_passes(documents: Sequence[Document], pass_tokens: int) -> Iterator[list[Document]]:
@@ -248,7 +321,7 @@ def _num_guesses(document: Document, unrolled: int) -> int:
     return sum(max(0, document.num_anchors - step) for step in range(unrolled))
 
 
-def _cut(documents: Sequence[Document], tokens_per_step: int) -> Iterator[list[Document]]:
+def plan_steps(documents: Sequence[Document], tokens_per_step: int) -> Iterator[list[Document]]:
     """Steps of about equal size in the order of the documents."""
     if not documents:
         return

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, SOFT, LINE = "#101112", "#131415", "#161718"  # placeholders; see svg
@@ -99,6 +100,34 @@ def new_figure(height: float, width: float = 9.4) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def step_axis(axes: Axes, first: int, last: int) -> None:
+    """RL steps from left to right, in whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlim(first - 0.5, last + 0.5)
+
+
+def row_inches(num_rows: int) -> float:
+    """Height of a row of a timeline, such that many still fit and few are not huge."""
+    return max(0.11, min(0.55, 4 / num_rows))
+
+
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Rows of height 1 from the bottom up, each under its name; of many rows some are named, the top one always."""
+    every = 1 if len(names) <= 24 else -(-len(names) // 16)
+    shown = list(range(len(names) - 1, -1, -every))
+    axes.set_yticks([row + 0.44 for row in shown], [_short(names[row]) for row in shown])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(0, len(names))
+    axes.grid(visible=False)
+
+
+def _short(name: str, most: int = 18) -> str:
+    return name if len(name) <= most else f"{name[: most - 8]}…{name[-7:]}"
+
+
 def svg(figure: Figure, title: str) -> str:
     """The figure as an element of an HTML page: no prolog, no metadata, no fixed size, colours by CSS variable."""
     buffer = io.StringIO()
@@ -128,11 +157,11 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-def table(name: str, rows: Sequence[tuple[str, str]]) -> str:
+def table(name: str, rows: Sequence[tuple[str, str]], *, is_open: bool = False) -> str:
     if not rows:
         return ""
     cells = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in rows)
-    return f"<details><summary>{name} ({len(rows)})</summary><table>{cells}</table></details>"
+    return f"<details{' open' if is_open else ''}><summary>{name} ({len(rows)})</summary><table>{cells}</table></details>"
 
 
 _CSS = """

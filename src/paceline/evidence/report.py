@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.evidence.drafter import drafter_panels, drafter_rows
 from paceline.evidence.page import (
     BLUE,
     GREEN,
@@ -20,7 +21,10 @@ from paceline.evidence.page import (
     Panel,
     drawing,
     flat,
+    name_rows,
     new_figure,
+    row_inches,
+    step_axis,
     svg,
     table,
     write_page,
@@ -33,9 +37,11 @@ from paceline.evidence.summary import (
     StepRollouts,
     in_flight,
     middle_of,
+    moved,
     occupancy,
     percent,
     read_run,
+    smooth,
     subtract,
     summary,
     truncated_of,
@@ -55,16 +61,19 @@ _STAGES = {
 }
 
 
-def write_report(run_dir: Path, *, step: int | None = None) -> Path:
-    """Write run_dir/report.html. The engine timeline shows `step`, by default the one of median generation time."""
+def write_report(run_dir: Path, *, step: int | None = None, against: Path | None = None) -> Path:
+    """Write run_dir/report.html. Timelines show `step`, by default a median one; `against` is a run to compare accepted length
+    with."""
     with drawing():
         run = read_run(run_dir)
+        other = None if against is None else read_run(against)
         figures = summary(run)
         chosen = _choose_step(run, step)
         panels = [_reward_panel(run, figures), _stages_panel(run, figures)]
         if chosen is not None:
             remark = " Shown is the step of median generation time." if step is None else ""
             panels += [_lengths_panel(run), _timeline_panel(run, chosen, remark)]
+        panels += drafter_panels(run, step=step, against=other)
         panels += [_mismatch_panel(run), _sync_panel(run)]
     unfinished = figures.planned_steps is not None and figures.num_steps < figures.planned_steps
     path = run_dir / "report.html"
@@ -75,7 +84,8 @@ def write_report(run_dir: Path, *, step: int | None = None) -> Path:
         state="This run is still going or was stopped: the page shows what has been recorded." if unfinished else "",
         cards=[Card(label=h.label, value=h.value, note=h.note) for h in figures.headlines()],
         panels=panels,
-        tables=table("Events", [(_event_time(e), _event_text(e)) for e in run.events])
+        tables=table("Drafter training", drafter_rows(run), is_open=True)
+        + table("Events", [(_event_time(e), _event_text(e)) for e in run.events])
         + table("Config", flat(run.config))
         + table("Environment", flat(run.environment)),
     )
@@ -96,12 +106,7 @@ def _choose_step(run: RecordedRun, step: int | None) -> StepRollouts | None:
 
 
 def _step_axis(axes: Axes, run: RecordedRun) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    first = 0 if run.evals and run.evals[0][0] == 0 else run.steps[0]
-    axes.set_xlim(first - 0.5, run.steps[-1] + 0.5)
+    step_axis(axes, 0 if run.evals and run.evals[0][0] == 0 else run.steps[0], run.steps[-1])
 
 
 def _reward_panel(run: RecordedRun, figures: RunSummary) -> Panel:
@@ -110,7 +115,7 @@ def _reward_panel(run: RecordedRun, figures: RunSummary) -> Panel:
     steps, reward = np.array(run.steps), run.series("reward/mean")
     axes.plot(steps, reward, "o", color=SKY, markersize=4, markeredgewidth=0, label="reward of a step")
     if len(steps) >= 5:
-        axes.plot(steps, _smooth(reward), color=BLUE, linewidth=1.8, label="mean of 5 steps")
+        axes.plot(steps, smooth(reward), color=BLUE, linewidth=1.8, label="mean of 5 steps")
     axes.set_ylabel("mean reward")
     note = "Reward is the mean over the rollouts of a step."
     if run.evals:
@@ -130,17 +135,10 @@ def _reward_panel(run: RecordedRun, figures: RunSummary) -> Panel:
             note += " Whiskers: 95 % interval over held-out prompts."
     _step_axis(axes, run)
     figure.legend(loc="outside upper left", ncols=3)
-    title = f"Reward {_moved(figures.reward_start, figures.reward_end)}"
+    title = f"Reward {moved(figures.reward_start, figures.reward_end)}"
     if run.evals:
-        title += f"; held-out accuracy {_moved(figures.accuracy_start, figures.accuracy_end)}"
+        title += f"; held-out accuracy {moved(figures.accuracy_start, figures.accuracy_end)}"
     return Panel(title=title, note=note, svg=svg(figure, title))
-
-
-def _smooth(values: Floats, size: int = 5) -> Floats:
-    """Centred mean that leaves out what is not a number and shrinks at the ends."""
-    half = size // 2
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return np.array([np.nan if np.isnan(window).all() else np.nanmean(window) for window in windows])
 
 
 def _interval_95(accuracy: Floats, num_prompts: int | None) -> Floats | None:
@@ -148,16 +146,6 @@ def _interval_95(accuracy: Floats, num_prompts: int | None) -> Floats | None:
     if not num_prompts or not ((accuracy >= 0) & (accuracy <= 1)).all():
         return None
     return 1.96 * np.sqrt(accuracy * (1 - accuracy) / num_prompts)
-
-
-def _moved(start: float | None, end: float | None) -> str:
-    if start is None:
-        return "was not recorded"
-    if end is None:
-        return f"is {start:.2f} so far"
-    if abs(end - start) < 0.005:
-        return f"stayed at {end:.2f}"
-    return f"{'rose' if end > start else 'fell'} from {start:.2f} to {end:.2f}"
 
 
 def _stages_panel(run: RecordedRun, figures: RunSummary) -> Panel:
@@ -232,9 +220,9 @@ def _timeline_panel(run: RecordedRun, chosen: StepRollouts, remark: str) -> Pane
     found = occupancy(batches, within=window, evals=run.eval_intervals)
     last_busy = {engine: (intervals[-1][0] if intervals else window[1]) for engine, intervals in found.idle.items()}
     engines = sorted(found.idle, key=lambda engine: (last_busy[engine], engine))
-    row_inches = max(0.11, min(0.55, 4 / len(engines)))
-    figure = new_figure(1.9 + row_inches * len(engines))
-    top, rows = figure.subplots(2, 1, sharex=True, height_ratios=[1.1, row_inches * len(engines)])
+    rows_inches = row_inches(len(engines)) * len(engines)
+    figure = new_figure(1.9 + rows_inches)
+    top, rows = figure.subplots(2, 1, sharex=True, height_ratios=[1.1, rows_inches])
     _draw_fleet(top, batches, window, found.tail)
     most = _draw_engines(rows, batches, window, {engine: found.idle[engine] for engine in engines})
     handles, labels = top.get_legend_handles_labels()
@@ -277,19 +265,9 @@ def _draw_engines(axes: Axes, batches: Sequence[StepRollouts], window: Interval,
         axes.broken_barh(
             bars, (row, 0.88), facecolor=ORANGE, alpha=0.55, linewidth=0, label="this engine is idle" if row == 0 else None
         )
-    every = 1 if len(idle_of) <= 24 else -(-len(idle_of) // 16)
-    names = list(idle_of)
-    shown = list(range(len(names) - 1, -1, -every))  # from the top: the engine that finishes last has its name
-    axes.set_yticks([row + 0.44 for row in shown], [_short(names[row]) for row in shown])
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(0, len(names))
-    axes.grid(visible=False)
+    name_rows(axes, list(idle_of))
     axes.set_xlabel("seconds since the generation began")
     return most
-
-
-def _short(name: str, most: int = 18) -> str:
-    return name if len(name) <= most else f"{name[: most - 8]}…{name[-7:]}"
 
 
 def _mismatch_panel(run: RecordedRun) -> Panel:

@@ -49,6 +49,29 @@ class StepRollouts:
         return float(self.start_s.min()), float(self.end_s.max())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What an engine's place was used for, from when to when."""
+
+    engine: str
+    doing: str
+    """generate, train, idle or waking."""
+    begin_s: float
+    """Seconds since the start of the run."""
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlaces:
+    """How the places of all engines were used in one step."""
+
+    step: int
+    spans: tuple[Span, ...]
+
+    def seconds(self, doing: str) -> float:
+        return sum(span.end_s - span.begin_s for span in self.spans if span.doing == doing)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedRun:
     """A run as far as it has been recorded: finished, still going, or cut off by a crash."""
@@ -66,6 +89,8 @@ class RecordedRun:
     eval_intervals: tuple[Interval, ...]
     """When engines sampled for an evaluation, whose rollouts are not recorded."""
     events: tuple[Mapping[str, Any], ...]
+    places: tuple[StepPlaces, ...]
+    """Of runs that train their drafter."""
     duration_s: float
 
     @property
@@ -97,6 +122,7 @@ def read_run(run_dir: Path) -> RecordedRun:
         )
     head = records.get("run", [{}])[0]
     batches = {record["step"]: record for record in records.get("rollouts", []) if record["length"]}
+    places = {record["step"]: _places(record) for record in records.get("places", [])}
     everything = [record["time_s"] for kind in ("stage", "step", "eval", "event") for record in records.get(kind, [])]
     return RecordedRun(
         name=run_dir.resolve().name,
@@ -109,6 +135,7 @@ def read_run(run_dir: Path) -> RecordedRun:
         evals=tuple((record["step"], record["metrics"]["eval/accuracy"]) for record in records.get("eval", [])),
         eval_intervals=_eval_intervals(records.get("stage", []), records.get("eval", [])),
         events=tuple(records.get("event", [])),
+        places=tuple(places[step] for step in sorted(places) if places[step].spans),
         duration_s=max(everything),
     )
 
@@ -123,6 +150,11 @@ def _columns(record: Mapping[str, Any]) -> StepRollouts:
         length=np.array(record["length"], dtype=np.int64),
         reward=np.array(record["reward"], dtype=np.float64),
     )
+
+
+def _places(record: Mapping[str, Any]) -> StepPlaces:
+    spans = (Span(engine=name, doing=doing, begin_s=begin, end_s=end) for name, doing, begin, end in record["spans"] if end > begin)
+    return StepPlaces(step=record["step"], spans=tuple(spans))
 
 
 def _eval_intervals(stages: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> tuple[Interval, ...]:
@@ -330,6 +362,23 @@ def truncated_of(run: RecordedRun, batches: Sequence[StepRollouts]) -> float | N
 def middle_of(values: Floats) -> float | None:
     finite = values[np.isfinite(values)].tolist()
     return median(finite) if finite else None
+
+
+def smooth(values: Floats, size: int = 5) -> Floats:
+    """Centred mean that leaves out what is not a number and shrinks at the ends."""
+    half = size // 2
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return np.array([np.nan if np.isnan(window).all() else np.nanmean(window) for window in windows])
+
+
+def moved(start: float | None, end: float | None) -> str:
+    if start is None:
+        return "was not recorded"
+    if end is None:
+        return f"is {start:.2f} so far"
+    if abs(end - start) < 0.005:
+        return f"stayed at {end:.2f}"
+    return f"{'rose' if end > start else 'fell'} from {start:.2f} to {end:.2f}"
 
 
 def percent(share: float | None) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,8 +56,8 @@ class HiddenStates:
     """Hidden states of one sample, prompt included; float32."""
 
     taps: Floats
-    """[tokens, taps, hidden]: the residual stream after decoder layer i - 1 for each tap i, which is vLLM's numbering of auxiliary
-    hidden states."""
+    """[tokens, taps, hidden]: the residual stream after i decoder layers for each tap i, which is vLLM's numbering of auxiliary
+    hidden states; 0 is what the first layer reads."""
     last: Floats
     """[tokens, hidden]: after the final norm; what the output head reads."""
 
@@ -71,7 +71,7 @@ class LogpResult:
     entropy: tuple[Floats, ...]
     """Of the distribution that each response token was drawn from."""
     states: Mapping[int, HiddenStates]
-    """By index into the samples; empty without taps. Together the ranks hold every sample once."""
+    """By index into the samples; empty without taps. Together the ranks hold every sample that was asked for once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,25 +163,32 @@ class FsdpLearner:
             fused=True,
         )
 
-    def logp(self, samples: Sequence[Sample], taps: Sequence[int] = ()) -> LogpResult:
-        """Score every response token under the current policy; with `taps`, keep hidden states as well."""
+    @property
+    def hidden_size(self) -> int:
+        return self._scorer.policy.config.get_text_config().hidden_size
+
+    def logp(self, samples: Sequence[Sample], taps: Sequence[int] = (), tapped: Collection[int] | None = None) -> LogpResult:
+        """Score every response token under the current policy; with `taps`, keep the hidden states of the samples in `tapped` (of
+        all if None) as well. They come from the same forward pass: it is only listened to."""
         self._check(samples)
         for tap in taps:
-            if not 1 <= tap <= len(self._layers):
-                raise ValueError(f"taps: got {tap}; must be 1..{len(self._layers)} because tap i is what layer i - 1 puts out")
+            if not 0 <= tap <= len(self._layers):
+                raise ValueError(f"taps: got {tap}; must be 0..{len(self._layers)} because tap i stands after i of the layers")
+        wanted = frozenset(range(len(samples)) if tapped is None else tapped)
         bounds = np.cumsum([0] + [sample.num_response_tokens for sample in samples])
         # Zero where another rank scores: adding up the ranks then leaves every value exactly as its rank computed it.
         scores = torch.zeros(2, int(bounds[-1]), device=self._device)
         states: dict[int, HiddenStates] = {}
         for batch in self._passes(samples):
-            with torch.no_grad(), _record(self._layers, taps) as recorded:
+            rows = [row for row, index in enumerate(batch.indices) if index in wanted] if taps else []
+            with torch.no_grad(), _record(self._layers, taps if rows else ()) as recorded:
                 logp_N, entropy_N, hidden_BSD = self._scorer(batch.input_ids_BS, batch.position_N, batch.target_N)
             if not batch.indices:
                 continue
             columns = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in batch.indices])
             scores[:, torch.from_numpy(columns).to(self._device)] = torch.stack([logp_N, entropy_N])
-            if taps:
-                states |= _hidden_states(samples, batch.indices, [recorded[tap] for tap in taps], hidden_BSD)
+            if rows:
+                states |= _hidden_states(samples, batch.indices, rows, [recorded[tap] for tap in taps], hidden_BSD)
         self._root.reshard()  # without a backward pass the root stays gathered, which is the whole embedding
         if self._world_size > 1:
             dist.all_reduce(scores)
@@ -226,6 +233,10 @@ class FsdpLearner:
         for name, shard in self._sharded():
             copied = shard.to(dtype, copy=True)
             yield name, copied.full_tensor() if isinstance(copied, DTensor) else copied
+
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the embedding and the output head in float32; a tied head is the embedding. Collective, as `weights` is."""
+        return _full_weight(self._scorer.policy.get_input_embeddings()), _full_weight(_head(self._scorer.policy))
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write a Hugging Face checkpoint directory in one move, with the SHA-256 of every file in checksums.json: safetensors has
@@ -388,6 +399,12 @@ def _head(policy: PreTrainedModel) -> nn.Module:
     return head
 
 
+def _full_weight(module: nn.Module) -> torch.Tensor:
+    assert isinstance(module.weight, torch.Tensor)
+    copied = module.weight.detach().to(torch.float32, copy=True)
+    return copied.full_tensor() if isinstance(copied, DTensor) else copied
+
+
 def _shard(scorer: TokenScorer, config: LearnerConfig, device: torch.device) -> list[nn.Module]:
     """Apply FSDP2 to every decoder layer and to the rest; returns the layers."""
     mesh = init_device_mesh(device.type, (config.world_size,))
@@ -404,14 +421,16 @@ def _shard(scorer: TokenScorer, config: LearnerConfig, device: torch.device) -> 
 
 @contextmanager
 def _record(layers: Sequence[nn.Module], taps: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Outputs of the tapped layers. Taken by hooks because transformers' own list of hidden states ends with the normed output in
-    place of the last layer's."""
+    """Outputs of the tapped layers, and the first layer's input for tap 0. Taken by hooks because transformers' own list of hidden
+    states ends with the normed output in place of the last layer's."""
     recorded: dict[int, torch.Tensor] = {}
 
     def keep(tap: int) -> Callable[[nn.Module, Any, Any], None]:
         return lambda _module, _inputs, output: recorded.update({tap: output})
 
-    handles = [layers[tap - 1].register_forward_hook(keep(tap)) for tap in set(taps)]
+    handles = [layers[tap - 1].register_forward_hook(keep(tap)) for tap in set(taps) if tap]
+    if 0 in taps:
+        handles.append(layers[0].register_forward_pre_hook(lambda _module, inputs: recorded.update({0: inputs[0]})))
     try:
         yield recorded
     finally:
@@ -420,16 +439,18 @@ def _record(layers: Sequence[nn.Module], taps: Sequence[int]) -> Iterator[dict[i
 
 
 def _hidden_states(
-    samples: Sequence[Sample], indices: tuple[int, ...], tapped: Sequence[torch.Tensor], last_BSD: torch.Tensor
+    samples: Sequence[Sample], indices: tuple[int, ...], rows: Sequence[int], tapped: Sequence[torch.Tensor], last_BSD: torch.Tensor
 ) -> dict[int, HiddenStates]:
-    """Cut the padding off."""
-    taps_BSKD = torch.stack(list(tapped), 2).float().cpu().numpy()
-    last = last_BSD.float().cpu().numpy()
-    lengths = [len(samples[i].token_ids) for i in indices]
-    return {
-        index: HiddenStates(taps=taps_BSKD[row, :length].copy(), last=last[row, :length].copy())
-        for row, (index, length) in enumerate(zip(indices, lengths, strict=True))
-    }
+    """Of these rows, in host memory and without their padding."""
+    states: dict[int, HiddenStates] = {}
+    for row in rows:
+        length = len(samples[indices[row]].token_ids)
+        taps_SKD = torch.stack([tap_BSD[row, :length] for tap_BSD in tapped], 1)
+        states[indices[row]] = HiddenStates(
+            taps=taps_SKD.to("cpu", torch.float32).numpy(),
+            last=last_BSD[row, :length].to("cpu", torch.float32, copy=True).numpy(),  # of its own: a view would hold the whole pass
+        )
+    return states
 
 
 def _unflatten(value_N: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

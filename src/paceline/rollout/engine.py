@@ -101,7 +101,7 @@ class VllmEngine:
             check_drafter(speculation, path, config)
             figures = Path(tempfile.gettempdir(), f"paceline-figures-{secrets.token_hex(8)}.json")
         counters = _Counters(figures)
-        how = None if speculation is None else Speculation(speculation, trace, figures)
+        how = None if figures is None or speculation is None else Speculation(speculation, trace, figures, _off_file(figures))
         strangers = {child.pid for child in multiprocessing.active_children()}
         building = asyncio.to_thread(_build, path, config, seed, cpus, counters, how, stock_sampler)
         try:
@@ -174,6 +174,10 @@ class VllmEngine:
             await self.resume()
         else:
             await self._call("wake", self._llm.wake_up())
+
+    async def stop_speculation(self) -> None:
+        """Draft nothing any more. The scheduler notices within about a second of its work."""
+        self._counters.stop_speculation()
 
     async def metrics(self) -> Mapping[str, float]:
         self._check_alive()
@@ -308,9 +312,14 @@ class _Counters:
                 self._totals["drafted_tokens"] += scheduler_stats.spec_decoding_stats.num_draft_tokens
                 self._totals["accepted_tokens"] += scheduler_stats.spec_decoding_stats.num_accepted_tokens
 
+    def stop_speculation(self) -> None:
+        if self._figures is not None:
+            _off_file(self._figures).touch()
+
     def close(self) -> None:
         if self._figures is not None:
             self._figures.unlink(missing_ok=True)
+            _off_file(self._figures).unlink(missing_ok=True)
 
     def log(self) -> None:
         """vLLM asks for a log line; the numbers leave through `read` instead."""
@@ -320,6 +329,11 @@ class _Counters:
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
         """As above."""
+
+
+def _off_file(figures: Path) -> Path:
+    """Tells the scheduler, which leaves its figures beside it, to draft nothing."""
+    return figures.with_suffix(".off")
 
 
 def _rollout(engine: str, request: RolloutRequest, output: RequestOutput, started_s: float) -> Rollout:

@@ -53,6 +53,8 @@ class SchedulerSettings(Section):
     """One JSON line per step is appended here: what was chosen, what it cost, and drafts and tokens of each request."""
     figures: Path | None = None
     """What the selector believes, rewritten about every second."""
+    off: Path | None = None
+    """While this file exists nothing is drafted. Looked for about every second."""
 
 
 class _Adaptive(Scheduler):
@@ -69,6 +71,8 @@ class _Adaptive(Scheduler):
         self._trace: TextIO | None = settings.trace.open("a", buffering=1) if settings.trace is not None else None
         self._figures = settings.figures
         self._figures_written_s = 0.0
+        self._off_file = settings.off
+        self._off = False
         if self.num_spec_tokens:
             self.selector = build_selector(
                 settings.selector, max_draft_length=self.num_spec_tokens, max_num_requests=self.max_num_running_reqs
@@ -108,7 +112,7 @@ class _Adaptive(Scheduler):
 
     def _choose(self, context_tokens: int) -> int:
         num_requests = min(len(self.running) + len(self.waiting), self.max_num_running_reqs)
-        if self.selector is None or not num_requests:
+        if self.selector is None or not num_requests or self._off:
             return 0
         try:
             return max(0, min(self.selector.choose(num_requests, context_tokens), self.num_spec_tokens))
@@ -141,8 +145,11 @@ class _Adaptive(Scheduler):
         try:
             if self._trace is not None:
                 self._trace.write(json.dumps(_trace_line(step, scheduler_output, emitted)) + "\n")
-            if self._figures is not None and now_s - self._figures_written_s > _FIGURES_EVERY_S:
-                self._figures_written_s = now_s
+            if now_s - self._figures_written_s <= _FIGURES_EVERY_S:
+                return
+            self._figures_written_s = now_s
+            self._off = self._off_file is not None and self._off_file.exists()
+            if self._figures is not None:
                 figures = dict(self.selector.figures()) if self.selector is not None else {}
                 figures["selector_failures"] = float(self.num_selector_failures)
                 beside = self._figures.with_suffix(".new")

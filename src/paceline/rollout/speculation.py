@@ -16,6 +16,7 @@ class Speculation:
     config: SpeculationConfig
     trace: Path | None = None
     figures: Path | None = None
+    off: Path | None = None
 
     def scheduler_settings(self) -> dict[str, Any]:
         """A `scheduler.SchedulerSettings` as plain data, for vLLM's `additional_config`."""
@@ -24,6 +25,7 @@ class Speculation:
             "drafter": self.config.drafter.model_dump(mode="json"),
             "trace": None if self.trace is None else str(self.trace),
             "figures": None if self.figures is None else str(self.figures),
+            "off": None if self.off is None else str(self.off),
         }
 
 

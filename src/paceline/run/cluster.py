@@ -4,6 +4,7 @@
                      ── RemoteLearner ─▶ LearnerActor x world_size ── FsdpLearner
                      ── RemoteSender ──▶ LearnerActor.stage ──push──▶ EngineActor.receive       on the CPU
                      ── NcclSender ────▶ LearnerActor.broadcast ═══▶ EngineActor.transfer       on GPUs, not yet run on one
+                     ── RemoteTrainer ─▶ EngineActor.trainer_… ── TrainerProcess                beside each engine, on its cores
 
 Every call to an actor has a deadline, because Ray calls a stopped process alive. Actors die with the driver, vLLM's processes die
 with their actor, and a Ray that was started here dies with the driver too, so that neither Ctrl-C nor a crash leaves anything.
@@ -15,6 +16,7 @@ import asyncio
 import logging
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,16 +32,23 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.config import Config, EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
+from paceline.config import Config, EagleDrafter, EngineConfig, LearnerConfig, ObjectiveConfig, ParallelDrafter, SpeculationConfig
+from paceline.draft.checkpoint import read_taps
+from paceline.draft.exchange import drafter_weights
+from paceline.draft.worker import TrainerProcess, WorkerSettings, documents_in
 from paceline.policy.learner import FsdpLearner
+from paceline.policy.teacher import HandOver, HandOverSettings
 from paceline.rollout.transfer import Push, ShmSender, mismatched, take_part
 from paceline.run import reaper
+from paceline.run.coach import Coach
 from paceline.types import EngineLostError, Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample, Sender
 
 T = TypeVar("T")
 
 _POLL_S = 10.0
 """An engine answers `collect` at least this often, with nothing if nothing has finished: silence means that it is lost."""
+_LOOK_S = 0.1
+"""How often an engine's actor looks whether the trainer beside it lives."""
 _CLOSE_DEADLINE_S = 8.0
 _ABANDON_DEADLINE_S = 1.0
 """An interrupted run does not wait for farewells; what has not said one by then is killed."""
@@ -97,7 +106,28 @@ class EngineActor:
             "wake": self._engine.wake,
             "metrics": self._engine.metrics,
             "close": self._engine.close,
+            "stop_speculation": self._engine.stop_speculation,
         }[method]()
+
+    async def trainer_start(self, settings: WorkerSettings) -> int:
+        """Start the training process of this place; a child of this one, with its cores or GPU. Returns its process id."""
+        self._trainer = TrainerProcess(settings)
+        return self._trainer.pid
+
+    async def trainer_ready(self) -> bool:
+        return await asyncio.to_thread(self._trainer.wait_ready)
+
+    async def trainer_call(self, method: str) -> None:
+        """lease, recall, kill."""
+        trainer = self._trainer
+        await asyncio.to_thread({"lease": trainer.lease, "recall": trainer.recall, "kill": trainer.kill}[method])
+
+    async def trainer_ended(self, wait_s: float) -> int | None:
+        """Its exit code; None if it lives on for this long."""
+        trainer, until_s = self._trainer, time.monotonic() + wait_s
+        while trainer.ended() is None and time.monotonic() < until_s:
+            await asyncio.sleep(_LOOK_S)
+        return trainer.ended()
 
 
 class LearnerActor:
@@ -123,7 +153,11 @@ class LearnerActor:
         meeting_place: str | None,
         wire_dtype: torch.dtype,
         num_threads: int | None,
+        cores: Sequence[int] | None,
+        hand_over: HandOverSettings | None,
     ) -> None:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
         self._learner = FsdpLearner(
             model_path,
             config,
@@ -136,9 +170,12 @@ class LearnerActor:
         )
         self._wire_dtype = wire_dtype
         self._sender = ShmSender() if self._rank == 0 and not torch.cuda.is_available() else None
+        self._hand_over = None if hand_over is None else HandOver(self._learner, hand_over, rank=self._rank, seed=seed)
 
-    def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        return self._learner.logp(samples).logp
+    def logp(self, samples: Sequence[Sample], hand_over: bool) -> Sequence[Floats]:
+        if self._hand_over is None or not hand_over:
+            return self._learner.logp(samples).logp
+        return self._hand_over.logp(samples)
 
     def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         return self._learner.update(samples)
@@ -150,6 +187,14 @@ class LearnerActor:
             return self._sender.stage(version, weights)
         take_part(weights)
         return None
+
+    def stage_drafter(self, checkpoint: str, file: str, version: int) -> Push | None:
+        """Put a drafter onto the wire, where there is one here: its checkpoint with the trained tensors of `file` in it."""
+        if self._sender is None:
+            return None
+        weights = drafter_weights(Path(checkpoint)) | drafter_weights(Path(file))
+        wire = ((name, w.to(self._wire_dtype) if w.is_floating_point() else w) for name, w in weights.items())
+        return self._sender.stage(version, wire, target="drafter")
 
     def open_nccl(self, engines: Sequence[Any], workers_per_engine: int, meeting_place: str) -> None:
         """Join the engines' workers in one NCCL group with rank 0 as the sender. Not yet run on a GPU."""
@@ -227,6 +272,25 @@ class RemoteEngine:
     async def wake(self) -> None:
         await self._answer("wake", self.actor.call.remote("wake"))
 
+    async def stop_speculation(self) -> None:
+        await self._answer("stop_speculation", self.actor.call.remote("stop_speculation"))
+
+    async def trainer_start(self, settings: WorkerSettings) -> int:
+        return await self._answer("trainer_start", self.actor.trainer_start.remote(settings))
+
+    async def trainer_ready(self) -> bool:
+        return await self._answer("trainer_ready", self.actor.trainer_ready.remote(), self._config.start_deadline_s)
+
+    async def trainer_call(self, method: str) -> None:
+        await self._answer(method, self.actor.trainer_call.remote(method))
+
+    async def trainer_ended(self) -> int:
+        while True:
+            answer = self.actor.trainer_ended.remote(_POLL_S)
+            code = await self._answer("trainer_ended", answer, _POLL_S + self._config.call_deadline_s)
+            if code is not None:
+                return code
+
     async def metrics(self) -> Mapping[str, float]:
         return await self._answer("metrics", self.actor.call.remote("metrics"))
 
@@ -255,9 +319,19 @@ class RemoteLearner:
 
     def __init__(self, actors: Sequence[Any], config: LearnerConfig) -> None:
         self.actors = actors
+        self.hands_over = True
+        """Public: a bench holds back what drafter training takes from the log-probability pass."""
         self._config = config
 
-    async def start(self, model_path: str, config: Config, wire_dtype: torch.dtype, num_threads: int | None) -> None:
+    async def start(
+        self,
+        model_path: str,
+        config: Config,
+        wire_dtype: torch.dtype,
+        num_threads: int | None,
+        cores: Sequence[int] | None = None,
+        hand_over: HandOverSettings | None = None,
+    ) -> None:
         meeting_place = await _plain(self.actors[0].meeting_place.remote()) if len(self.actors) > 1 else None
         await self._all(
             "start",
@@ -269,16 +343,21 @@ class RemoteLearner:
             meeting_place,
             wire_dtype,
             num_threads,
+            cores,
+            hand_over,
         )
 
     async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        return await self._all("logp", list(samples))
+        return await self._all("logp", list(samples), self.hands_over)
 
     async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         return await self._all("update", list(samples))
 
     async def stage(self, version: int) -> Push:
         return await self._all("stage", version)
+
+    async def stage_drafter(self, checkpoint: Path, file: Path, version: int) -> Push:
+        return await self._all("stage_drafter", str(checkpoint), str(file), version)
 
     async def open_nccl(self, engines: Sequence[RemoteEngine], workers_per_engine: int) -> None:
         meeting_place = await _plain(self.actors[0].meeting_place.remote())
@@ -314,12 +393,23 @@ class RemoteLearner:
 class RemoteSender:
     """types.Sender: the learner stages a version once, and all engines take it at the same time."""
 
-    def __init__(self, learner: RemoteLearner, engines: Sequence[RemoteEngine]) -> None:
+    def __init__(self, learner: RemoteLearner, engines: Sequence[RemoteEngine], drafter: Path | None = None) -> None:
+        """`drafter` is the checkpoint of the engines' drafter, if it is to be trained."""
         self._learner = learner
         self._engines = list(engines)
+        self._drafter = drafter
 
     async def send(self, version: int) -> Sequence[Receipt]:
-        push = await self._learner.stage(version)
+        return await self._deliver_all(await self._learner.stage(version))
+
+    async def send_drafter(self, file: Path, version: int) -> Sequence[Receipt]:
+        assert self._drafter is not None
+        return await self._deliver_all(await self._learner.stage_drafter(self._drafter / "model.safetensors", file, version))
+
+    async def stop_speculation(self) -> None:
+        await asyncio.gather(*(engine.stop_speculation() for engine in self._engines), return_exceptions=True)
+
+    async def _deliver_all(self, push: Push) -> Sequence[Receipt]:
         receipts = await asyncio.gather(*(self._deliver(engine, push) for engine in self._engines))
         lost = {receipt.engine for receipt in receipts if receipt.lost}
         self._engines = [engine for engine in self._engines if engine.name not in lost]
@@ -332,6 +422,33 @@ class RemoteSender:
             return Receipt(
                 engine=engine.name, version=push.version, num_tensors=0, num_bytes=0, seconds=0.0, error=lost.why, lost=True
             )
+
+
+class RemoteTrainer:
+    """coach.Trainer over an EngineActor, whose child the training process is."""
+
+    def __init__(self, engine: RemoteEngine, settings: WorkerSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+        self.pid = 0
+
+    async def start(self) -> None:
+        self.pid = await self._engine.trainer_start(self._settings)
+
+    async def ready(self) -> bool:
+        return await self._engine.trainer_ready()
+
+    async def lease(self) -> None:
+        await self._engine.trainer_call("lease")
+
+    async def recall(self) -> None:
+        await self._engine.trainer_call("recall")
+
+    async def kill(self) -> None:
+        await self._engine.trainer_call("kill")
+
+    async def ended(self) -> str:
+        return f"exit code {await self._engine.trainer_ended()}"
 
 
 class _EngineClient:
@@ -388,53 +505,115 @@ class NcclSender:
 class Cluster:
     """The actors of one run."""
 
-    def __init__(self, engines: Sequence[RemoteEngine], learner: RemoteLearner, sender: Sender) -> None:
+    def __init__(
+        self,
+        engines: Sequence[RemoteEngine],
+        learner: RemoteLearner,
+        sender: Sender,
+        coach: Coach | None,
+        trainers: Sequence[RemoteTrainer],
+    ) -> None:
         self.engines = engines
         self.learner = learner
         self.sender = sender
+        self.coach = coach
+        """None where no drafter is trained."""
+        self.trainers = trainers
 
 
 @asynccontextmanager
 async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Cluster]:
     """Place and start every process of a run; all of them are gone when the context ends."""
-    with _ray(config):
+    directory = _training_directory(config)
+    with _ray(config, directory):
         group = _place(config)
         engines, learner = _create_actors(config, group)
         deadline_s = _ABANDON_DEADLINE_S
         try:
-            sender = await _start_actors(config, model_path, engines, learner)
-            yield Cluster(engines, learner, sender)
+            yield await _start_actors(config, model_path, engines, learner, directory)
             deadline_s = _CLOSE_DEADLINE_S
         finally:
             await asyncio.gather(*(part.close(deadline_s) for part in (*engines, learner)), return_exceptions=True)
             remove_placement_group(group)
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
-async def _start_actors(config: Config, model_path: Path, engines: Sequence[RemoteEngine], learner: RemoteLearner) -> Sender:
-    """Start engines and learner at the same time; returns the wire between them."""
+async def _start_actors(
+    config: Config, model_path: Path, engines: Sequence[RemoteEngine], learner: RemoteLearner, directory: Path | None
+) -> Cluster:
+    """Start engines and learner at the same time, then lay the wire between them. `directory` is for drafter training."""
     cores = sorted(os.sched_getaffinity(0))
     gpu = torch.cuda.is_available()
+    shares = [None if gpu else _share(cores, index, len(engines)) for index in range(len(engines))]
     starting = [
-        engine.start(
-            str(model_path),
-            config.run.seed * 1000 + index,
-            None if gpu else _share(cores, index, len(engines)),
-            config.speculation,
-        )
+        engine.start(str(model_path), config.run.seed * 1000 + index, shares[index], config.speculation)
         for index, engine in enumerate(engines)
     ]
     wire_dtype = getattr(torch, config.rollout.engine.dtype)
-    threads = None if gpu else max(1, len(cores) // config.learner.world_size)
-    await asyncio.gather(*starting, learner.start(str(model_path), config, wire_dtype, threads))
-    if not gpu:
-        return RemoteSender(learner, engines)
-    await learner.open_nccl(engines, config.rollout.engine.tensor_parallel_size)
-    return NcclSender(learner, engines)
+    threads = None if gpu else config.learner.cpus or max(1, len(cores) // config.learner.world_size)
+    learner_cores = None if gpu or config.learner.cpus is None else cores[: config.learner.cpus * config.learner.world_size]
+    hand_over = None if directory is None else _hand_over(config, model_path, directory)
+    await asyncio.gather(*starting, learner.start(str(model_path), config, wire_dtype, threads, learner_cores, hand_over))
+    if gpu:
+        await learner.open_nccl(engines, config.rollout.engine.tensor_parallel_size)
+        return Cluster(engines, learner, NcclSender(learner, engines), None, ())
+    if directory is None:
+        return Cluster(engines, learner, RemoteSender(learner, engines), None, ())
+    speculation, checkpoint = _trained_drafter(config)
+    sender = RemoteSender(learner, engines, checkpoint)
+    trainers = [
+        RemoteTrainer(
+            engine,
+            WorkerSettings(
+                name=engine.name,
+                drafter=checkpoint,
+                directory=directory,
+                max_draft_length=speculation.max_draft_length,
+                training=speculation.training,
+                cpus=None if share is None else tuple(share),
+                seed=config.run.seed,
+            ),
+        )
+        for engine, share in zip(engines, shares, strict=True)
+    ]
+    apart = [
+        engine.name
+        for engine, share in zip(engines, shares, strict=True)
+        if share is not None and not set(share) & set(learner_cores or cores)
+    ]
+    coach = Coach(engines, trainers, sender, speculation, checkpoint=checkpoint, directory=directory, apart=apart)
+    return Cluster(engines, learner, sender, coach, trainers)
+
+
+def _training_directory(config: Config) -> Path | None:
+    """A folder of this run's own for what learner and trainers share; None if no drafter is trained."""
+    if config.speculation is None or config.speculation.training.mode == "off":
+        return None
+    if torch.cuda.is_available():
+        raise PacelineError(
+            "speculation.training.mode: must be off on GPUs because drafters are not pushed over NCCL yet; `paceline draft train` "
+            "makes one before the run"
+        )
+    return config.speculation.training.buffer.directory / secrets.token_hex(8)
+
+
+def _trained_drafter(config: Config) -> tuple[SpeculationConfig, Path]:
+    speculation = config.speculation
+    assert speculation is not None and isinstance(speculation.drafter, EagleDrafter | ParallelDrafter), "the config says so"
+    return speculation, Path(speculation.drafter.path)
+
+
+def _hand_over(config: Config, model_path: Path, directory: Path) -> HandOverSettings:
+    speculation, checkpoint = _trained_drafter(config)
+    return HandOverSettings(
+        directory=documents_in(directory), taps=read_taps(checkpoint, model_path), buffer=speculation.training.buffer
+    )
 
 
 @contextmanager
-def _ray(config: Config) -> Iterator[None]:
-    """Connect to a cluster, or start Ray on this machine for as long as the context lasts."""
+def _ray(config: Config, directory: Path | None) -> Iterator[None]:
+    """Connect to a cluster, or start Ray on this machine for as long as the context lasts; `directory` goes with it."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if config.cluster.address is not None:
         ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -445,7 +624,7 @@ def _ray(config: Config) -> Iterator[None]:
         return
     # A laptop has fewer cores than a run has processes. Engines and learner take turns, so promising more does no harm.
     wanted = config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size
-    with _reaped():
+    with _reaped(directory):
         ray.init(
             address="local",
             num_cpus=max(wanted, len(os.sched_getaffinity(0))),
@@ -462,12 +641,13 @@ def _ray(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def _reaped() -> Iterator[None]:
-    """What is started inside ends with the context, or with this process if that comes first."""
+def _reaped(directory: Path | None) -> Iterator[None]:
+    """What is started inside ends with the context, or with this process if that comes first, and `directory` is removed."""
     mark = secrets.token_hex(8)
     os.environ[reaper.VARIABLE] = mark
     # Its standard input ends when this process does, however that happens. A session of its own: Ctrl-C is not for it.
-    process = subprocess.Popen([sys.executable, "-m", reaper.__name__, mark], stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
+    command = [sys.executable, "-m", reaper.__name__, mark, *([str(directory)] if directory is not None else [])]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
     try:
         yield
     finally:

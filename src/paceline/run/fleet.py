@@ -14,6 +14,7 @@ import asyncio
 import heapq
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from paceline.run.ledger import Ledger
 from paceline.types import Engine, EngineLostError, Group, PacelineError, Prompt, Rollout, RolloutRequest
@@ -47,6 +48,24 @@ class Batch:
         return [self.groups[group_id] for group_id in self.group_ids]
 
 
+class Lending(Protocol):
+    """Who lends the places of idle engines, and has to give them back."""
+
+    def on_work(self, engine: str) -> None:
+        """It was idle and has rollouts now."""
+        ...
+
+    def on_drained(self, engine: str) -> None:
+        """It has finished all of them, and none wait."""
+        ...
+
+    def on_lost(self, engine: str) -> None: ...
+
+    async def awake(self, engine: str) -> None:
+        """Wait until it can take rollouts."""
+        ...
+
+
 @dataclass(slots=True)
 class _Member:
     engine: Engine
@@ -66,6 +85,7 @@ class Fleet:
         slots: int,
         on_lost: Callable[[str, str, int], None],
         on_progress: Callable[[Batch], None] = lambda batch: None,
+        lending: Lending | None = None,
     ) -> None:
         self.ledger = Ledger()
         self._members = {engine.name: _Member(engine) for engine in engines}
@@ -73,6 +93,7 @@ class Fleet:
         self._slots = slots
         self._on_lost = on_lost
         self._on_progress = on_progress
+        self._lending = lending
         self._loads: list[tuple[int, int, str]] = []
         self._ties = 0
         self._closing: set[asyncio.Task[None]] = set()
@@ -132,6 +153,8 @@ class Fleet:
         for task in member.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
+        if self._lending is not None:
+            self._lending.on_lost(engine)
         # A frozen engine still holds memory and cores.
         self._closing.add(closing := asyncio.create_task(member.engine.close()))
         closing.add_done_callback(self._closing.discard)
@@ -154,6 +177,8 @@ class Fleet:
                 self._note_load(name)
                 return  # the least loaded engine is full
             member.outbox.append(self.ledger.assign(name))
+            if not load and self._lending is not None:
+                self._lending.on_work(name)
             member.mail.set()
             member.work.set()
             self._note_load(name)
@@ -172,6 +197,8 @@ class Fleet:
     async def _submit(self, member: _Member) -> None:
         while True:
             await member.mail.wait()
+            if self._lending is not None:
+                await self._lending.awake(member.engine.name)
             member.mail.clear()
             requests, member.outbox = member.outbox, []
             try:
@@ -193,6 +220,8 @@ class Fleet:
                 member.work.clear()
             self._note_load(name)
             self._dispatch()
+            if self._lending is not None and not self.ledger.load(name):
+                self._lending.on_drained(name)
 
     def _settle(self, rollout: Rollout, engine: str) -> None:
         if not self.ledger.accept(rollout, engine):

@@ -85,6 +85,14 @@ class Journal:
             add("rollout/num_drafted", Sum(sum(rollout.num_drafted for rollout in rollouts)))
             add("rollout/num_accepted", Sum(accepted))
 
+    def places(self, spans: Sequence[tuple[str, str, float, float]]) -> None:
+        """What each engine's place was used for since the last step: engine, use, begin and end."""
+        relative = [
+            [engine, use, round(begin_s - self._run_began_s, 4), round(end_s - self._run_began_s, 4)]
+            for engine, use, begin_s, end_s in spans
+        ]
+        self._recorder.write("places", {"step": self.step, "time_s": self.elapsed_s(), "spans": relative})
+
     def receipts(self, receipts: Sequence[Receipt], version: int) -> None:
         self.metrics.add("sync/version", Max(version))
         self.metrics.add("sync/failed", Sum(sum(not receipt.ok for receipt in receipts)))

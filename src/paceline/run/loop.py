@@ -13,8 +13,10 @@ a virtual clock: time is the event loop's, never the machine's.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -23,6 +25,7 @@ import numpy as np
 from paceline.config import Config
 from paceline.metrics import Max, Mean, Recorder
 from paceline.policy.objective import advantages, mismatch
+from paceline.run.coach import Coach
 from paceline.run.fleet import Batch, Fleet, Sampling
 from paceline.run.journal import Journal, Rewards
 from paceline.types import Engine, Group, Learner, PacelineError, Prompt, Sample, Sender
@@ -40,6 +43,8 @@ class Parts:
     heldout: Sequence[Prompt]
     score: Callable[[Sequence[Group]], Awaitable[Rewards]]
     """A reward for every rollout of every group."""
+    coach: Coach | None = None
+    """Trains the drafter beside the run."""
 
 
 async def train(parts: Parts, config: Config, recorder: Recorder, *, save_to: str | None = None) -> None:
@@ -47,7 +52,9 @@ async def train(parts: Parts, config: Config, recorder: Recorder, *, save_to: st
     journal = Journal(recorder)
     # A few requests wait inside the engine, so that a slot that falls free is filled without a round trip.
     slots = config.rollout.engine.max_num_seqs * 9 // 8 + 1
-    async with Fleet(parts.engines, slots=slots, on_lost=journal.engine_lost, on_progress=journal.progress) as fleet:
+    coach = parts.coach
+    fleet = Fleet(parts.engines, slots=slots, on_lost=journal.engine_lost, on_progress=journal.progress, lending=coach)
+    async with coach.conduct(journal, fleet.lose) if coach is not None else nullcontext(), fleet:
         run = _Run(parts, config, journal, fleet)
         await run.sync()
         await run.evaluate()
@@ -58,6 +65,9 @@ async def train(parts: Parts, config: Config, recorder: Recorder, *, save_to: st
                 await run.evaluate()
             if save_to and (step == config.run.steps or (config.run.save_every and step % config.run.save_every == 0)):
                 await parts.learner.save(f"{save_to}/step-{step}")
+            if coach is not None:
+                for key, value in coach.metrics().items():
+                    journal.metrics.add(key, Mean(value))
             journal.end_step(fleet)
 
 
@@ -74,7 +84,7 @@ class _Run:
         with stage("data"):
             self.open_batches()
         with stage("generation"):
-            groups = await self.batches.popleft().wait()
+            groups = await self.generate()
         with stage("prepare"):
             rewards = await self.parts.score(groups)
             self.journal.rollouts(groups, rewards, policy_version=self.version, fleet=self.fleet)
@@ -91,8 +101,27 @@ class _Run:
             for key, value in (await learner.update(samples)).items():
                 add(key, Mean(value))
             self.version += 1
+        if self.parts.coach is not None:
+            with stage("draft"):
+                await self.parts.coach.inline()
         with stage("sync"):
+            if self.parts.coach is not None:
+                await self.parts.coach.close_phase()
             await self.sync()
+            if self.parts.coach is not None:
+                await self.parts.coach.publish()
+
+    async def generate(self) -> list[Group]:
+        """The oldest batch; engines that have nothing left to do for it may be lent."""
+        coach = self.parts.coach
+        if coach is None:
+            return await self.batches.popleft().wait()
+        began_s = asyncio.get_running_loop().time()
+        coach.open_phase()
+        groups = await self.batches.popleft().wait()
+        await coach.end_generation()
+        await coach.observe(groups, asyncio.get_running_loop().time() - began_s)
+        return groups
 
     def open_batches(self) -> None:
         """Keep batches `step` .. `step + lag` in flight, none beyond the last step."""

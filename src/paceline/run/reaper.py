@@ -4,13 +4,16 @@ A Ray that was started by a driver mostly dies with it, but its agents linger wh
 inherits a mark in its environment, wherever it moves, so that nobody else's processes are touched. A process that sets its title
 may wipe the mark, as Ray's agents do; it is known as the child of one that has it, and noted while that one lives.
 
-    python -m paceline.run.reaper MARK      waits for the end of its standard input, which is a pipe from the driver
+    python -m paceline.run.reaper MARK [DIRECTORY]      waits for the end of its standard input, which is a pipe from the driver
+
+The directory is the run's own in shared memory, which nothing else would ever empty.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import shutil
 import sys
 
 import psutil
@@ -37,7 +40,7 @@ def belonging(mark: str) -> set[psutil.Process]:
     return {process for process in carriers if process.pid != os.getpid()}
 
 
-def main(mark: str) -> None:
+def main(mark: str, directory: str | None = None) -> None:
     known: set[psutil.Process] = set()
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
         known |= belonging(mark)
@@ -49,6 +52,8 @@ def main(mark: str) -> None:
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(alive, timeout=0.2)
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -59,4 +64,4 @@ def _alive(process: psutil.Process) -> bool:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

