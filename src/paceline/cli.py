@@ -27,7 +27,7 @@ _EPILOG = """start here:
 BENCHES = {
     "costs": "step time and acceptance by batch and draft length on arena:large: a prior for the selector (estimated: 6 minutes)",
     "control": "cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)",
-    "history": "history drafter on a second epoch: accepted length, and what its proposals cost (estimated: 6 minutes)",
+    "history": "history drafter on a second epoch: accepted length, and what its proposals cost (about 5 minutes)",
     "drafter": "does the drafter follow the policy for free and give way at once (estimated: 25 minutes)",
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",

@@ -1,8 +1,11 @@
 """`paceline bench drafter`: does the drafter follow the policy, at no cost, and give way at once?
 
-Drift. Three RL runs of one seed, at a learning rate that moves the policy: with the offline drafter frozen, with the same drafter
-trained on idle engines, and with an untrained drafter trained on idle engines. Draft length is fixed, so that accepted lengths can
-be compared; each is the mean of the last steps.
+Two engines of one core each, and a learner on the first of the two cores: the second engine stands apart from it and may be lent
+while it works, as an engine with a GPU of its own may.
+
+Drift. Three RL runs of one seed: with the offline drafter frozen and with the same drafter trained on idle engines, both at a
+learning rate that moves the policy; and with an untrained drafter trained on idle engines, at the arena's own. Draft length is
+fixed, so that accepted lengths can be compared; each is the mean of the last steps.
 
     online_over_frozen          accepted length at the end, trained over frozen
     from_scratch_over_offline   of the untrained drafter at the end, over the offline one before the policy has moved
@@ -52,11 +55,11 @@ SPECULATION = [
     "speculation.selector.kind=fixed",
     f"speculation.selector.draft_length={DRAFT_LENGTH}",
 ]
-STRONG = ["learner.learning_rate=5e-4", "eval.every=0"]
-"""Ten times what the arena learns best with."""
+ARENA = ["learner.cpus=1", "eval.every=0"]
+STRONG = ["learner.learning_rate=2e-4", "rollout.max_tokens=384"]
+"""Four times what the arena learns best with: the policy unlearns its task, and responses would grow without end."""
 LENT = ["speculation.training.mode=idle", "speculation.training.when=always"]
 SAME_WORK = [
-    "eval.every=0",
     "rollout.temperature=0.01",
     "rollout.group_size=1",
     "rollout.prompts_per_step=128",
@@ -77,17 +80,17 @@ def run(
     recalls: int = 210,
 ) -> Result:
     before = CpuTimes.now()
-    offline = [*SPECULATION, "speculation.drafter.path=arena", *overrides]
+    offline = [*ARENA, *SPECULATION, "speculation.drafter.path=arena", *overrides]
     curves: dict[str, list[list[float]]] = {"frozen": [], "online": [], "from scratch": []}
     idle_used = []
     with TemporaryDirectory() as scratch:
         untrained = _untrained(cache_root, Path(scratch, "untrained"), progress)
         for seed in seeds:
-            shared = [f"run.seed={seed}", f"run.steps={steps}", *STRONG]
+            shared = [*offline, f"run.seed={seed}", f"run.steps={steps}"]
             for arm, settings in (
-                ("frozen", [*shared, *offline]),
-                ("online", [*shared, *offline, *LENT]),
-                ("from scratch", [*shared, *offline, *LENT, f'speculation.drafter.path="{untrained}"']),
+                ("frozen", [*shared, *STRONG]),
+                ("online", [*shared, *STRONG, *LENT]),
+                ("from scratch", [*shared, *LENT, f'speculation.drafter.path="{untrained}"']),
             ):
                 records = _train(config_file, settings, scratch, f"{arm.replace(' ', '-')}-{seed}", cache_root, progress)
                 curves[arm].append([record["metrics"]["rollout/accepted_length"] for record in records["step"]])
