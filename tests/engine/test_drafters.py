@@ -137,38 +137,33 @@ def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
     """Weights that arrive under another name, or into a copy that nobody reads, leave the old drafter at work without a word."""
     random_drafter(drafter_path, tmp_path / "random", seed=3)
     prompts = [prompt.token_ids for prompt in make_prompts(24, seed=2)]
+    speculation = SpeculationConfig.model_validate(
+        {
+            "drafter": {"kind": kind, "path": str(drafter_path)},
+            "max_draft_length": DRAFT_LENGTH,
+            "selector": FixedSelector(draft_length=DRAFT_LENGTH),
+        }
+    )
 
-    def speculation(path: Path) -> SpeculationConfig:
-        drafter = {"kind": kind, "path": str(path)}
-        return SpeculationConfig.model_validate(
-            {"drafter": drafter, "max_draft_length": DRAFT_LENGTH, "selector": FixedSelector(draft_length=DRAFT_LENGTH)}
-        )
-
-    async def before_and_after() -> tuple[float, float]:
-        engine = await VllmEngine.start("test", policy_path, engine_config, seed=0, speculation=speculation(tmp_path / "random"))
+    async def loaded_random_pushed() -> list[float]:
+        engine = await VllmEngine.start("test", policy_path, engine_config, seed=0, speculation=speculation)
         sender = ShmSender()
         try:
-            random_share = await accepted_share(engine, prompts)
-            push = sender.stage(1, drafter_weights(drafter_path / "model.safetensors").items(), target="drafter")
-            receipt = await engine.receive(push)
-            assert receipt.ok, receipt
+            shares = [await accepted_share(engine, prompts)]
+            for version, path in enumerate((tmp_path / "random", drafter_path), start=1):
+                weights = drafter_weights(path / "model.safetensors")
+                receipt = await engine.receive(sender.stage(version, weights.items(), target="drafter"))
+                assert receipt.ok, receipt
+                shares.append(await accepted_share(engine, prompts))
             assert engine.policy_version == 0, "a drafter is no policy"
-            return random_share, await accepted_share(engine, prompts)
+            return shares
         finally:
             sender.close()
             await engine.close()
 
-    async def loaded() -> float:
-        engine = await VllmEngine.start("test", policy_path, engine_config, seed=0, speculation=speculation(drafter_path))
-        try:
-            return await accepted_share(engine, prompts)
-        finally:
-            await engine.close()
-
-    before, after = runner.run(before_and_after())
-    expected = runner.run(loaded())
-    assert before < 0.5 * expected, "the random drafter is as good, so a push that does nothing would pass"
-    assert after == pytest.approx(expected, rel=0.02)
+    loaded, random, pushed = runner.run(loaded_random_pushed())
+    assert random < 0.5 * loaded
+    assert pushed == pytest.approx(loaded, rel=0.02)
 
 
 async def accepted_share(engine: VllmEngine, prompts: Sequence[Tokens]) -> float:
