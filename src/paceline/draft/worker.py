@@ -243,6 +243,8 @@ def _running_s() -> float:
 
 def main(settings: WorkerSettings) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # nobody reads what libraries print
     os.setpriority(os.PRIO_PROCESS, 0, 19)  # while it starts, nobody has lent it anything
     if settings.cpus is not None:
         os.sched_setaffinity(0, settings.cpus)
@@ -250,8 +252,7 @@ def main(settings: WorkerSettings) -> None:
 
     torch.set_num_threads(len(settings.cpus) if settings.cpus else 1)
     worker = TrainingWorker(settings)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    os.write(answers, b"ready\n")
     os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         if not worker.work():
