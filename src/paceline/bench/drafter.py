@@ -139,7 +139,9 @@ def _untrained(cache_root: Path, out: Path, progress: Callable[[str], None]) -> 
     model_path = resolve("arena:small", cache_root=cache_root, progress=progress)
     prompts = arena_task(load_tokenizer(model_path), seed=7, num_heldout=0).prompts
     recipe = WarmStart(train_tokens=1, rollout_tokens=2_000, heldout_tokens=1_000, max_num_seqs=64)
-    evaluation = train_drafter("eagle3", model_path, prompts, out, recipe, progress=progress)
+    evaluation = train_drafter(
+        "eagle3", model_path, prompts, out, recipe, policy="arena:small", data="arena problems, seed 7", progress=progress
+    )
     progress(f"untrained drafter: accepted length {evaluation.accepted_length[DRAFT_LENGTH - 1]:.2f}")
     return out
 
