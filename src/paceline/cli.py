@@ -32,7 +32,7 @@ BENCHES = {
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",
     "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 20 minutes)",
-    "selector": "how fast the selector learns from nothing; what a shrinking batch does (estimated: 15 minutes)",
+    "selector": "how fast the selector learns from nothing; what a shrinking batch does (about 17 minutes)",
     "sync": "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 2 minutes)",
     "training": "drafter training: packed against one document a pass; stall of a checkpoint (estimated: 4 minutes)",
 }
