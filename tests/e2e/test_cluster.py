@@ -116,6 +116,7 @@ def test_nothing_outlives_the_driver(tmp_path, blow):
     command = [sys.executable, "-m", "paceline.cli", "train", "configs/arena.toml", "policy.model=arena:tiny", *SMALL]
     command += ["run.steps=100", "rollout.max_tokens=600", "rollout.engine.max_model_len=768", f'run.directory="{tmp_path}"']
     log = (tmp_path / "log").open("w")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has tests, and what they start, ignore it
     driver = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
     metrics = tmp_path / "arena" / "metrics.jsonl"
 
