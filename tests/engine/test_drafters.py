@@ -146,6 +146,7 @@ def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
     )
 
     async def loaded_random_pushed() -> list[float]:
+        """A push that is refused leaves the share as it was."""
         engine = await VllmEngine.start("test", policy_path, engine_config, seed=0, speculation=speculation)
         sender = ShmSender()
         try:
@@ -153,7 +154,7 @@ def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
             for version, path in enumerate((tmp_path / "random", drafter_path), start=1):
                 weights = drafter_weights(path / "model.safetensors")
                 receipt = await engine.receive(sender.stage(version, weights.items(), target="drafter"))
-                assert receipt.ok, receipt
+                assert receipt.ok == (kind == "eagle3") and not receipt.lost, receipt
                 shares.append(await accepted_share(engine, prompts))
             assert engine.policy_version == 0, "a drafter is no policy"
             return shares
@@ -162,7 +163,10 @@ def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
             await engine.close()
 
     loaded, random, pushed = runner.run(loaded_random_pushed())
-    assert random < 0.5 * loaded
+    if kind == "dflash":  # which vLLM's CPU backend cannot reload: see `backends._cannot_reload_drafter`
+        assert random == pytest.approx(loaded, rel=0.02)
+    else:
+        assert random < 0.5 * loaded
     assert pushed == pytest.approx(loaded, rel=0.02)
 
 

@@ -143,6 +143,8 @@ def receive_push(worker: Worker, push: Push) -> PushReport:
         raise PacelineError(f"weight_transfer_config: got backend {type(engine).__name__}; must be paceline_shm to receive a push")
     if push.target == "drafter" and not worker.supports_draft_weight_updates():
         return PushReport(version=push.version, refused="drafter: this engine runs without one", fingerprints={})
+    if push.target == "drafter" and (problem := _cannot_reload_drafter(worker)) is not None:
+        return PushReport(version=push.version, refused=problem, fingerprints={})
     try:
         if push.target == "drafter":
             worker.start_draft_weight_update()
@@ -153,6 +155,17 @@ def receive_push(worker: Worker, push: Push) -> PushReport:
         return PushReport(version=push.version, refused=str(error), fingerprints={})
     worker.finish_weight_update()
     return engine.applied[push.target]
+
+
+def _cannot_reload_drafter(worker: Worker) -> str | None:
+    """On the CPU, vLLM 0.32 builds DFlash's context projection at the end of a reload, from layers that it has packed by then and
+    so emptied: the engine dies in its next step. tests/engine/test_drafters.py pushes one; this can go when that ends well."""
+    from vllm.platforms import current_platform
+
+    speculation = worker.vllm_config.speculative_config
+    if current_platform.is_cpu() and speculation is not None and speculation.method == "dflash":
+        return "drafter: vLLM's CPU backend cannot take new weights of a DFlash drafter"
+    return None
 
 
 def applied(worker: Worker) -> Mapping[Target, PushReport]:

@@ -595,6 +595,11 @@ def _training_directory(config: Config) -> Path | None:
             "speculation.training.mode: must be off on GPUs because drafters are not pushed over NCCL yet; `paceline draft train` "
             "makes one before the run"
         )
+    if config.speculation.drafter.kind == "dflash":
+        raise PacelineError(
+            "speculation.training.mode: must be off with drafter.kind dflash because vLLM's CPU backend cannot take new weights of "
+            "one; eagle3 can be trained"
+        )
     return config.speculation.training.buffer.directory / secrets.token_hex(8)
 
 
