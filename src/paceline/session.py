@@ -19,7 +19,7 @@ from typing import cast
 from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
 from paceline.arena.problems import arena_task
-from paceline.config import ArenaData, Config, EagleDrafter, ParallelDrafter
+from paceline.config import ArenaData, Config, EagleDrafter, LearnedDrafter, ParallelDrafter
 from paceline.console import ConsoleSink
 from paceline.draft.provenance import Provenance
 from paceline.evidence.measure import environment
@@ -76,7 +76,7 @@ async def _run(config: Config, model_path: Path, task: Task, tokenizer: Tokenize
 
 def _provenance(config: Config, directory: Path) -> Provenance:
     """Of the drafter that a run has trained."""
-    assert config.speculation is not None and isinstance(config.speculation.drafter, EagleDrafter | ParallelDrafter)
+    assert config.speculation is not None and isinstance(config.speculation.drafter, LearnedDrafter)
     facts = {key: value for key, value in config.data.model_dump(mode="json").items() if value is not None}
     return Provenance(
         policy=f"{directory.resolve()}/policy/step-{config.run.steps} ({config.policy.model} after RL)",

@@ -32,7 +32,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.config import Config, EagleDrafter, EngineConfig, LearnerConfig, ObjectiveConfig, ParallelDrafter, SpeculationConfig
+from paceline.config import Config, EngineConfig, LearnedDrafter, LearnerConfig, ObjectiveConfig, SpeculationConfig
 from paceline.draft.checkpoint import read_taps
 from paceline.draft.exchange import drafter_weights
 from paceline.draft.worker import TrainerProcess, WorkerSettings, documents_in
@@ -605,7 +605,7 @@ def _training_directory(config: Config) -> Path | None:
 
 def _trained_drafter(config: Config) -> tuple[SpeculationConfig, Path]:
     speculation = config.speculation
-    assert speculation is not None and isinstance(speculation.drafter, EagleDrafter | ParallelDrafter), "the config says so"
+    assert speculation is not None and isinstance(speculation.drafter, LearnedDrafter), "the config says so"
     return speculation, Path(speculation.drafter.path)
 
 

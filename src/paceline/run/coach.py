@@ -230,7 +230,7 @@ class Coach:
             | {f"draft/{name}": value for name, value in step.items()}
             | {"draft/idle_used": step["training_s"] / step["leasable_s"] if step["leasable_s"] > 0 else 0.0}
             | {"draft/recall_max_ms": 1000 * max(recalls, default=0.0)}
-            | {"draft/tokens_trained": float(sum(self._exchange.progress(name).num_tokens for name in self._engines))}
+            | {"draft/tokens_trained": float(self._tokens_trained())}
             | {"draft/round": float(self._exchange.round()), "draft/published_round": float(self._published)}
         )
 
@@ -252,8 +252,7 @@ class Coach:
         load_weights(drafter, self._exchange.base(self._published))
         save(drafter, directory, tokenizer=self._checkpoint / "tokenizer.json")
         if provenance is not None:
-            num_tokens = sum(self._exchange.progress(name).num_tokens for name in self._engines)
-            write_provenance(directory, replace(provenance, num_tokens=provenance.num_tokens + num_tokens))
+            write_provenance(directory, replace(provenance, num_tokens=provenance.num_tokens + self._tokens_trained()))
         buffer = Buffer(documents_in(self._directory), self._config.buffer)
         documents, head = buffer.heldout(self._config.drift.heldout_tokens), buffer.head()
         if documents and head is not None:
@@ -266,6 +265,10 @@ class Coach:
     def _published(self) -> int:
         return self._exchange.published()
 
+    def _tokens_trained(self) -> int:
+        """By all workers since the beginning."""
+        return sum(self._exchange.progress(name).num_tokens for name in self._engines)
+
     def _wanted(self) -> bool:
         has_documents = any(documents_in(self._directory).glob("*.head"))
         return has_documents and not self._off and (self._config.when == "always" or self._watch.decide().train)
@@ -276,7 +279,7 @@ class Coach:
             "round": number,
             "accepted_length_before": round(verdict.before, 4),
             "accepted_length_after": round(verdict.after, 4),
-            "tokens_trained": sum(self._exchange.progress(name).num_tokens for name in self._engines),
+            "tokens_trained": self._tokens_trained(),
             "training_s": round(self.account().training_s, 3),
             "gain_s": round(self._watch.worth_s(max(0.0, verdict.gain)), 4),
             "expected_gain_s": round(decision.expected_gain_s, 4),
