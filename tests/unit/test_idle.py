@@ -205,20 +205,18 @@ def test_a_place_whose_worker_died_is_lent_again_when_a_new_one_is_there() -> No
 
 
 def test_the_account_says_where_idle_time_went() -> None:
-    """`idle_used` divides by all time that could have been lent, sleeping and waking included, not by the leases."""
+    """Training is held against all time that could have been lent, sleeping and waking included, not against the leases."""
     leases = lent(("a", "b"))
     leases.on("b", Event.WORK, 1.05)
-    leases.on("b", Event.STOPPED, 1.10, lease=1, training_s=0.9)
+    leases.on("b", Event.STOPPED, 1.10, lease=1)
     leases.on("b", Event.AWAKE, 1.20)
     leases.announce(now_s=4.05, phase_open=False)
-    leases.on("a", Event.STOPPED, 4.10, lease=1, training_s=3.6)
+    leases.on("a", Event.STOPPED, 4.10, lease=1)
     leases.on("a", Event.AWAKE, 4.20)
     leases.announce(now_s=9.0, phase_open=True)
     account = leases.account
     assert account.leasable_s == pytest.approx(4.05 + 1.05), "not b's time with work, and nothing between phases"
     assert account.leased_s == pytest.approx(4.0 + 1.0)
-    assert account.training_s == pytest.approx(4.5)
-    assert account.idle_used() == pytest.approx(4.5 / 5.1)
     assert account.num_leases == 2 and account.recall_s == pytest.approx([0.15])
 
 

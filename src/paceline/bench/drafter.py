@@ -56,8 +56,8 @@ SPECULATION = [
     f"speculation.selector.draft_length={DRAFT_LENGTH}",
 ]
 ARENA = ["learner.cpus=1", "eval.every=0"]
-STRONG = ["learner.learning_rate=2e-4", "rollout.max_tokens=384"]
-"""Four times what the arena learns best with: the policy unlearns its task, and responses would grow without end."""
+STRONG = ["learner.learning_rate=3e-4", "rollout.max_tokens=384"]
+"""Six times what the arena learns best with: the policy unlearns its task, and responses would grow without end."""
 LENT = ["speculation.training.mode=idle", "speculation.training.when=always"]
 SAME_WORK = [
     "rollout.temperature=0.01",

@@ -161,9 +161,6 @@ class Account:
     recall_s: list[float] = field(default_factory=list)
     """From work for a place that was not awake until its engine was."""
 
-    def idle_used(self) -> float:
-        return self.training_s / self.leasable_s if self.leasable_s else 0.0
-
 
 Order = tuple[str, Action]
 
@@ -210,13 +207,13 @@ class Leases:
                 self._places[engine].since_s = now_s
         return [order for engine in self._places if engine in before - after for order in self.on(engine, Event.PHASE_END, now_s)]
 
-    def on(self, engine: str, event: Event, now_s: float, *, lease: int | None = None, training_s: float = 0.0) -> list[Order]:
-        """What to do about an event. A worker signs with the number of its lease; `training_s` is what it has trained in it."""
+    def on(self, engine: str, event: Event, now_s: float, *, lease: int | None = None) -> list[Order]:
+        """What to do about an event. A worker signs with the number of its lease."""
         self._pass_time(now_s)
         place = self._places[engine]
         before = place.state
         actions = place.on(event, lease)
-        self._count(engine, event, before, actions, training_s, now_s)
+        self._count(engine, event, before, actions, now_s)
         if place.state is not before:
             place.since_s = now_s
         return [(engine, action) for action in actions]
@@ -255,13 +252,12 @@ class Leases:
             if place.state is State.LEASED:
                 self.account.leased_s += passed_s
 
-    def _count(self, engine: str, event: Event, before: State, actions: Sequence[Action], training_s: float, now_s: float) -> None:
+    def _count(self, engine: str, event: Event, before: State, actions: Sequence[Action], now_s: float) -> None:
         account, after = self.account, self._places[engine].state
         account.num_leases += Action.LEASE in actions
         account.num_recalls += Action.RECALL in actions
         account.num_kills += Action.KILL in actions and after is not State.LOST
         account.num_crashes += event is Event.CRASHED
-        account.training_s += training_s
         if event is Event.WORK and after is not State.BUSY:
             self._wanted_since_s.setdefault(engine, now_s)
         elif after is State.BUSY and before is not State.BUSY and engine in self._wanted_since_s:
