@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from paceline.config import Config
 from paceline.metrics import Max, Mean, Sum
-from paceline.policy.correction import Ratios, correct, diagnose, gaps_by_engine, histogram, k3_of, weights, worst_tokens
+from paceline.policy.correction import Ratios, correct, diagnose, gaps_by_engine, histogram, k3_of, worst_tokens
 from paceline.policy.guard import Decision, Rung, State, decide, least_correction, save_batch
 from paceline.run.journal import Journal
 from paceline.types import Floats, Learner, PacelineError, Sample
@@ -47,6 +48,9 @@ class Watch:
         gaps = gaps_by_engine(samples, ratios)
         finite = all(np.isfinite(logp).all() for logp in learner_logp)
         state, decision = decide(self._state, gaps, self._config.guard, learner_is_finite=finite, can_raise=self._can_raise)
+        acting = self._config.guard.mode == "act"
+        if not acting:  # what was not done is not remembered as done
+            state = replace(state, raised=False, num_pushes=0)
         if self._journal.step > self._config.run.lag:  # until then batches are less old than later ones
             self._state = state
         self._measure(samples, learner_logp, ratios)
@@ -57,17 +61,15 @@ class Watch:
             worst=worst_tokens(samples, learner_logp, ratios),
         )
         await self._floor(samples, learner_logp)
-        acting = self._config.guard.mode == "act"
         if decision.rung == Rung.STOP and acting:
             self._stop(decision, samples, learner_logp)
         if not acting:
             decision = Decision(rung=Rung.OBSERVE)
         correction = least_correction(self._config.correction, decision.rung)
-        if correction.kind != "none":
-            weight_N = weights(ratios, correction)
-            self._journal.metrics.add("correction/weight_mean", Mean(float(weight_N.sum()), len(weight_N)))
-            self._journal.metrics.add("correction/masked_share", Mean(float((weight_N == 0).sum()), len(weight_N)))
         corrected = correct(samples, learner_logp, correction)
+        for weight in (sample.weight for sample in corrected if sample.weight is not None):
+            self._journal.metrics.add("correction/weight_mean", Mean(float(weight.sum()), len(weight)))
+            self._journal.metrics.add("correction/masked_share", Mean(float((weight == 0).sum()), len(weight)))
         self._journal.metrics.add("mismatch/cost_s", Sum(asyncio.get_running_loop().time() - began_s))
         return corrected, decision
 
