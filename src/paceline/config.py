@@ -337,13 +337,13 @@ class CorrectionConfig(Section):
 
 
 class GuardConfig(Section):
-    """What to do when the mismatch grows (policy/guard.py). Limits are k3 of a step in nats per token."""
+    """What to do when the mismatch grows (policy/guard.py). Limits are k3 of a step in nats per token. Once the first steps have
+    shown what is normal for the run, those of correct, mask and raise_precision are 3, 10 and 30 times that, if it is less."""
 
     mode: Literal["observe", "act"] = "observe"
     """`observe` records what it would do; `act` does it."""
     correct: float = Field(default=0.002, gt=0)
-    """Above it the batch is corrected by token-tis, if the config corrects nothing. NeMo-RL's accepted error of 1.05, as a k3;
-    lower once the run's first steps have shown what is normal."""
+    """Above it the batch is corrected by token-tis, if the config corrects nothing. NeMo-RL's accepted error of 1.05, as a k3."""
     mask: float = Field(default=0.01, gt=0)
     """Above it tokens outside the band are masked (token-mis)."""
     raise_precision: float = Field(default=0.03, gt=0)

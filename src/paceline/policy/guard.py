@@ -23,8 +23,9 @@ The absolute limits are those that others publish, as k3 in nats per token:
     skip    0.1     verl's example alarm on KL (docs/algo/rollout_corr.md, with chi-square above 1 and effective samples below 0.3)
     mask 0.01 and raise precision 0.03 stand between the two; these are ours
 
-The run's own limit comes from its first steps: median and median absolute deviation of log k3 over steps and engines, then
-following slowly, so that a policy that sharpens over a thousand steps is not an alarm.
+They are upper bounds. The run's own limits come from its first steps: median and median absolute deviation of log k3 over steps
+and engines, then following slowly, so that a policy that sharpens over a thousand steps is not an alarm. A healthy FP8 run whose k3
+is suddenly thirty times what it was is in trouble well below the published limits.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from paceline.types import Floats, Sample
 
 _DEVIATIONS = 6.0
 """How far above its own past an engine has to be, in robust deviations of log k3 ..."""
-_FACTOR = 4.0
+_FACTOR = 3.0
 """... and at least this many times: the deviation of a few quiet steps is too small a yardstick."""
-_TIMES_OTHERS = 5.0
+_TIMES_OTHERS = 3.0
 """How much more than the others' median makes an engine the odd one out."""
-_SUDDEN = 30.0
-"""How much more than its past makes a lone engine's mismatch a broken sync."""
+_STEEPNESS = {"correct": 1.0, "mask": 10**0.5, "raise_precision": 10.0}
+"""The run's own limits of the rungs, in multiples of the first."""
 _MIN_TOKENS = 256
 """Of an engine in a step; with fewer its mean says nothing."""
 _RELEASE = 0.5
@@ -116,11 +117,19 @@ class State:
     hold_steps: int = 0
     """Calm steps until it is lowered again; doubled at every relapse."""
 
-    def own_limit(self, published: float) -> float:
+    def own_limit(self, config: GuardConfig) -> float:
         """Above it an engine's k3 is unlike its past; the published limit until the past is known."""
         if self.centre is None:
-            return published
+            return config.correct
         return math.exp(self.centre + max(_DEVIATIONS * self.deviation, math.log(_FACTOR)))
+
+    def limits(self, config: GuardConfig) -> dict[Rung, float]:
+        """For a mismatch that all engines share."""
+        published = {"correct": config.correct, "mask": config.mask, "raise_precision": config.raise_precision}
+        if self.centre is not None:
+            own = self.own_limit(config)
+            published = {name: min(limit, _STEEPNESS[name] * own) for name, limit in published.items()}
+        return {Rung[name.upper()]: limit for name, limit in published.items()} | {Rung.SKIP: config.skip}
 
 
 def decide(
@@ -157,10 +166,10 @@ def decide(
 
 def _odd_ones(state: State, judged: Mapping[str, EngineGap], config: GuardConfig) -> tuple[str, ...]:
     """Engines whose mismatch is neither like their past nor like the others'."""
-    limit = state.own_limit(config.correct)
+    limit = state.own_limit(config)
     if len(judged) == 1:
-        past = config.skip if state.centre is None else math.exp(state.centre)
-        return tuple(name for name, gap in judged.items() if gap.k3 > max(limit, _SUDDEN * past) and not state.raised)
+        sudden = math.inf if state.centre is None or state.raised else _STEEPNESS["raise_precision"] * limit
+        return tuple(name for name, gap in judged.items() if gap.k3 > sudden)
     found = []
     for name, gap in judged.items():
         others = median(other.k3 for other_name, other in judged.items() if other_name != name)
@@ -171,16 +180,12 @@ def _odd_ones(state: State, judged: Mapping[str, EngineGap], config: GuardConfig
 
 def _answer_noise(state: State, k3: float, config: GuardConfig, can_raise: bool) -> tuple[State, Decision]:
     """The rungs for a mismatch that all engines share."""
-    limits = {
-        Rung.CORRECT: min(config.correct, state.own_limit(config.correct)),
-        Rung.MASK: config.mask,
-        Rung.RAISE_PRECISION: config.raise_precision,
-        Rung.SKIP: config.skip,
-    }
+    limits = state.limits(config)
     reached = max((rung for rung, limit in limits.items() if k3 > limit), default=Rung.OBSERVE)
-    kept = min(state.rung, Rung.MASK)
-    if reached < kept and k3 > _RELEASE * limits[kept]:
-        reached = kept
+    if state.rung < Rung.SKIP:  # a push that helped leaves nothing behind
+        reached = max(
+            [reached, *(rung for rung in (Rung.CORRECT, Rung.MASK) if rung <= state.rung and k3 > _RELEASE * limits[rung])]
+        )
     why = f"k3 {k3:.1e} of all engines is above {limits[min(reached, Rung.SKIP)]:.1e}" if reached else ""
     num_hot = state.num_hot + 1 if reached >= Rung.RAISE_PRECISION else 0
     state = replace(state, num_hot=num_hot)

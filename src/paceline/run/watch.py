@@ -53,7 +53,7 @@ class Watch:
             state = replace(state, raised=False, num_pushes=0)
         if self._journal.step > self._config.run.lag:  # until then batches are less old than later ones
             self._state = state
-        self._measure(samples, learner_logp, ratios)
+        self._measure(ratios)
         self._tell(decision)
         self._journal.mismatch(
             counts=histogram(ratios),
@@ -73,7 +73,7 @@ class Watch:
         self._journal.metrics.add("mismatch/cost_s", Sum(asyncio.get_running_loop().time() - began_s))
         return corrected, decision
 
-    def _measure(self, samples: Sequence[Sample], learner_logp: Sequence[Floats], ratios: Ratios) -> None:
+    def _measure(self, ratios: Ratios) -> None:
         found, add = diagnose(ratios, cap=self._config.correction.cap), self._journal.metrics.add
         add("mismatch/k3", Mean(found.k3))
         add("mismatch/max_abs", Max(found.max_abs))
@@ -94,7 +94,7 @@ class Watch:
         add, guard = self._journal.metrics.add, self._config.guard
         add("guard/rung", Max(decision.rung))
         add("guard/raised", Max(float(self._state.raised)))
-        add("guard/own_limit", Max(self._state.own_limit(guard.correct)))
+        add("guard/own_limit", Max(self._state.own_limit(guard)))
         if decision.rung != self._rung or decision.rung > Rung.MASK or decision.precision is not None:
             self._journal.event(
                 "guard",
