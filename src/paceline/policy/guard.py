@@ -183,10 +183,12 @@ def _answer_noise(state: State, k3: float, config: GuardConfig, can_raise: bool)
     limits = state.limits(config)
     reached = max((rung for rung, limit in limits.items() if k3 > limit), default=Rung.OBSERVE)
     if state.rung < Rung.SKIP:  # a push that helped leaves nothing behind
-        reached = max(
-            [reached, *(rung for rung in (Rung.CORRECT, Rung.MASK) if rung <= state.rung and k3 > _RELEASE * limits[rung])]
-        )
-    why = f"k3 {k3:.1e} of all engines is above {limits[min(reached, Rung.SKIP)]:.1e}" if reached else ""
+        held = (rung for rung in (Rung.CORRECT, Rung.MASK) if rung <= state.rung and k3 > _RELEASE * limits[rung])
+        reached = max(reached, max(held, default=Rung.OBSERVE))
+    why = ""
+    if reached:
+        relation = "above" if k3 > limits[reached] else "not yet below half of"
+        why = f"k3 {k3:.1e} of all engines is {relation} {limits[reached]:.1e}"
     num_hot = state.num_hot + 1 if reached >= Rung.RAISE_PRECISION else 0
     state = replace(state, num_hot=num_hot)
     if reached == Rung.SKIP or num_hot >= _PATIENCE:
