@@ -1,4 +1,4 @@
-"""A policy of random weights, small enough that an engine starts on it in seconds."""
+"""A policy of random weights, small enough that an engine starts on it in seconds, and an untrained drafter for it."""
 
 from pathlib import Path
 
@@ -32,3 +32,29 @@ def make_policy(path: Path, *, hidden_size: int = 64, seed: int = 0) -> Path:
     model.generation_config.eos_token_id = END_TOKEN
     model.save_pretrained(path)
     return path
+
+
+def make_drafter(policy_path: Path, out: Path) -> Path:
+    """Write an untrained EAGLE-3 drafter, whose embedding and output head are still the policy's."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    from paceline.draft.checkpoint import save
+    from paceline.draft.kinds import new_drafter
+    from paceline.run.warmstart import default_taps
+
+    config = AutoConfig.from_pretrained(policy_path)
+    embedding_VD = load_file(policy_path / "model.safetensors")["model.embed_tokens.weight"]
+    drafter = new_drafter(
+        "eagle3",
+        config,
+        taps=default_taps(config.num_hidden_layers),
+        policy_path=policy_path,
+        embedding_VD=embedding_VD,
+        head_VD=embedding_VD,
+        tap_scale_K=(1.0, 1.0, 1.0),
+        seed=0,
+        draft_length=3,
+    )
+    save(drafter, out)
+    return out

@@ -62,6 +62,8 @@ async def _run(config: Config, model_path: Path, task: Task, tokenizer: Tokenize
     engine = config.rollout.engine
     async with start_cluster(config, model_path) as cluster:
         recorder.write("run", record)
+        if cluster.coach is not None:
+            cluster.coach.keep_in(directory / "drafter.safetensors")
         parts = Parts(
             engines=cluster.engines,
             learner=cluster.learner,

@@ -8,19 +8,14 @@ import signal
 from pathlib import Path
 
 import numpy as np
-from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from paceline.config import load_config
-from paceline.draft.checkpoint import save
-from paceline.draft.kinds import new_drafter
 from paceline.draft.provenance import Provenance, read_evaluation, read_provenance
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.run.cluster import start_cluster
 from paceline.run.loop import Parts, train
-from paceline.run.warmstart import default_taps
 from paceline.types import Prompt
-from random_policy import make_policy
+from random_policy import make_drafter, make_policy
 
 SETTINGS = [
     "run.steps=8",
@@ -43,24 +38,6 @@ SETTINGS = [
     "speculation.training.buffer.heldout_share=0.2",
     "speculation.training.lease.settle_s=0.01",
 ]
-
-
-def make_drafter(model: Path, out: Path) -> Path:
-    config = AutoConfig.from_pretrained(model)
-    embedding_VD = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
-    drafter = new_drafter(
-        "eagle3",
-        config,
-        taps=default_taps(config.num_hidden_layers),
-        policy_path=model,
-        embedding_VD=embedding_VD,
-        head_VD=embedding_VD,
-        tap_scale_K=(1.0, 1.0, 1.0),
-        seed=0,
-        draft_length=3,
-    )
-    save(drafter, out)
-    return out
 
 
 def test_killed_trainer_costs_no_rollout_and_no_wrong_weight(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paceline.config import EngineConfig, FixedSelector, SpeculationConfig
-from paceline.draft.checkpoint import load, random_drafter
+from paceline.draft.checkpoint import load, random_drafter, with_own_ends
 from paceline.draft.exchange import drafter_weights
 from paceline.draft.kinds import guess
 from paceline.draft.lesson import Document, make_pack
@@ -20,7 +20,7 @@ from paceline.rollout.engine import VllmEngine
 from paceline.rollout.transfer import ShmSender
 from paceline.run.warmstart import WarmStart, default_taps, train_drafter
 from paceline.types import Prompt, RolloutRequest, Tokens
-from random_policy import END_TOKEN, VOCABULARY
+from random_policy import END_TOKEN, VOCABULARY, make_drafter
 
 DRAFT_LENGTH = 4
 MAX_TOKENS = 40
@@ -52,18 +52,20 @@ async def generate(
 ) -> tuple[list[Tokens], dict[str, float]]:
     engine = await VllmEngine.start("test", policy_path, config, seed=0, speculation=speculation)
     try:
-        await engine.submit(
-            [
-                RolloutRequest(group_id=i, index=0, prompt_ids=ids, max_tokens=max_tokens, temperature=0.0)
-                for i, ids in enumerate(prompts)
-            ]
-        )
-        rollouts = []
-        while len(rollouts) < len(prompts):
-            rollouts += await engine.collect()
-        return [r.token_ids for r in sorted(rollouts, key=lambda r: r.group_id)], dict(await engine.metrics())
+        return await greedy(engine, prompts, max_tokens), dict(await engine.metrics())
     finally:
         await engine.close()
+
+
+async def greedy(engine: VllmEngine, prompts: Sequence[Tokens], max_tokens: int) -> list[Tokens]:
+    requests = [
+        RolloutRequest(group_id=i, index=0, prompt_ids=ids, max_tokens=max_tokens, temperature=0.0) for i, ids in enumerate(prompts)
+    ]
+    await engine.submit(requests)
+    rollouts = []
+    while len(rollouts) < len(prompts):
+        rollouts += await engine.collect()
+    return [r.token_ids for r in sorted(rollouts, key=lambda r: r.group_id)]
 
 
 def drafted(drafter_path: Path, policy_path: Path, token_ids: Tokens, num_prompt: int) -> list[list[int]]:
@@ -170,16 +172,40 @@ def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
     assert pushed == pytest.approx(loaded, rel=0.02)
 
 
+@pytest.mark.parametrize("own_ends", [False, True])
+def test_a_pushed_drafter_leaves_the_policy_alone(
+    own_ends: bool, policy_path: Path, engine_config: EngineConfig, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    """vLLM shares embedding and head that are equal when it loads both: a drafter's new ones would land in the policy."""
+    checkpoint = make_drafter(policy_path, tmp_path / "equal")
+    if own_ends:
+        checkpoint = with_own_ends(checkpoint, tmp_path / "own", model_path=policy_path, dtype=torch.float32)
+    random_drafter(checkpoint, tmp_path / "random", seed=3)
+    prompts = [prompt.token_ids for prompt in make_prompts(8, seed=2)]
+    speculation = SpeculationConfig.model_validate({"drafter": {"kind": "eagle3", "path": str(checkpoint)}, "max_draft_length": 3})
+
+    async def before_and_after_push() -> tuple[list[Tokens], list[Tokens], bool, str | None]:
+        engine = await VllmEngine.start("test", policy_path, engine_config, seed=0, speculation=speculation)
+        sender = ShmSender()
+        try:
+            before = await greedy(engine, prompts, MAX_TOKENS)
+            weights = drafter_weights(tmp_path / "random" / "model.safetensors")
+            receipt = await engine.receive(sender.stage(1, weights.items(), target="drafter"))
+            return before, await greedy(engine, prompts, MAX_TOKENS), receipt.ok, receipt.error
+        finally:
+            sender.close()
+            await engine.close()
+
+    before, after, ok, error = runner.run(before_and_after_push())
+    assert [ids.tolist() for ids in after] == [ids.tolist() for ids in before]
+    assert ok == own_ends
+    assert ok or "embed_tokens" in (error or ""), error
+
+
 async def accepted_share(engine: VllmEngine, prompts: Sequence[Tokens]) -> float:
     """Of drafted tokens, greedily, in this batch."""
     start = await engine.metrics()
-    requests = [
-        RolloutRequest(group_id=i, index=0, prompt_ids=ids, max_tokens=MAX_TOKENS, temperature=0.0) for i, ids in enumerate(prompts)
-    ]
-    await engine.submit(requests)
-    num_finished = 0
-    while num_finished < len(prompts):
-        num_finished += len(await engine.collect())
+    await greedy(engine, prompts, MAX_TOKENS)
     end = await engine.metrics()
     drafted, accepted = (end[key] - start[key] for key in ("engine/drafted_tokens", "engine/accepted_tokens"))
     return accepted / drafted

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 
 from drafter_cases import HIDDEN, KINDS, guessed_logits, make_documents, make_drafter, policy_config
-from paceline.draft.checkpoint import load, preflight, random_drafter, save, widen
+from paceline.draft.checkpoint import load, preflight, random_drafter, save, widen, with_own_ends
 from paceline.draft.lesson import Document
 
 
@@ -53,6 +53,27 @@ def test_a_widened_drafter_guesses_the_same_of_a_grown_policy(kind: str, tmp_pat
     ]
     small, large = guessed_logits(load(tmp_path / "small"), documents, 5), guessed_logits(load(tmp_path / "large"), wide, 5)
     torch.testing.assert_close(torch.stack(large), torch.stack(small))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ends_that_equal_the_policy_s_in_the_engine_s_precision_are_told_apart(tied: bool, tmp_path: Path) -> None:
+    """vLLM compares what it loaded, and would share them: a difference that bfloat16 rounds away is none."""
+    drafter = make_drafter()
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(drafter.embed_tokens.weight)
+    save(drafter, tmp_path / "drafter")
+    embedding_VD = drafter.embed_tokens.weight.detach()
+    (tmp_path / "policy").mkdir()
+    ends = {"model.embed_tokens.weight": embedding_VD * (1 + 1e-6)}
+    if not tied:
+        ends["lm_head.weight"] = embedding_VD + 1.0
+    save_file(ends, tmp_path / "policy" / "model.safetensors")
+    out = with_own_ends(tmp_path / "drafter", tmp_path / "own", model_path=tmp_path / "policy", dtype=torch.bfloat16)
+    assert out == tmp_path / "own"
+    own = load(out)
+    assert (own.embed_tokens.weight.bfloat16() != embedding_VD.bfloat16()).sum() == 1
+    assert (own.lm_head.weight.bfloat16() != embedding_VD.bfloat16()).sum() == int(tied)
+    assert with_own_ends(out, tmp_path / "again", model_path=tmp_path / "policy", dtype=torch.bfloat16) == out
 
 
 def test_a_random_drafter_has_the_shapes_and_none_of_the_weights(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from paceline.config import Config, load_config
 from paceline.draft.drift import Verdict
@@ -130,6 +130,8 @@ class DrafterWire(SimulatedSender):
     stopped: int = 0
     loses_drafters: int = 0
     """How many of the pushes leave the engines with a drafter that knows nothing."""
+    stale: int = 0
+    """In how many of the pushes the last engine is found with a tensor of the drafter before."""
 
     async def send(self, version: int) -> Sequence[Receipt]:
         assert not any(trainer.running for trainer in self.trainers), "a sync began while a place was lent"
@@ -141,7 +143,10 @@ class DrafterWire(SimulatedSender):
         for engine in self.engines:
             assert isinstance(engine, SpeculatingEngine)
             engine.accepts = len(self.drafters) > self.loses_drafters
-        return [Receipt(engine=engine.name, version=version, num_tensors=1, num_bytes=8, seconds=0.0) for engine in self.engines]
+        receipts = [Receipt(engine=e.name, version=version, num_tensors=1, num_bytes=8, seconds=0.0) for e in self.engines]
+        if len(self.drafters) <= self.stale:
+            receipts[-1] = replace(receipts[-1], mismatched=("fc.weight",))
+        return receipts
 
     async def stop_speculation(self) -> None:
         self.stopped += 1
@@ -172,6 +177,7 @@ def simulate(
     settings: Sequence[str] = (),
     coached: bool = True,
     loses_drafters: int = 0,
+    stale: int = 0,
     apart: Sequence[str] = (),
     learner_s: float = 0.0,
     **trainer,
@@ -192,7 +198,7 @@ def simulate(
             SpeculatingEngine(name=t.name, length_of=long_tailed_lengths(0), max_num_seqs=4, seconds_per_token=0.01)
             for t in trainers
         ]
-        wire = DrafterWire(engines=engines, trainers=trainers, loses_drafters=loses_drafters)
+        wire = DrafterWire(engines=engines, trainers=trainers, loses_drafters=loses_drafters, stale=stale)
         outcome.append(wire)
         learner = AloneLearner(seconds_per_token=learner_s)
         object.__setattr__(learner, "trainers", [trainer for trainer in trainers if trainer.name not in apart])
@@ -200,6 +206,7 @@ def simulate(
         coach = Coach(
             engines, trainers, wire, config.speculation, checkpoint=tmp_path / "drafter", directory=directory, apart=apart
         )
+        coach.keep_in(tmp_path / "kept.safetensors")
         parts = Parts(
             engines=engines,
             learner=learner,
@@ -248,6 +255,23 @@ def test_what_was_judged_better_is_published_once_and_in_order(tmp_path: Path) -
     assert published == sorted(set(published)) and len(published) >= 2
     assert all(weight == number for number, weight in outcome.wire.drafters), "another base was sent than was judged"
     assert [event["round"] for event in events(outcome, "drafter_published")] == published
+    kept = load_file(tmp_path / "kept.safetensors")
+    assert kept["fc.weight"].tolist() == [float(published[-1])] * 2, "a crash would leave another drafter than the engines have"
+
+
+@pytest.mark.parametrize("stale", [1, 2])
+def test_drafter_that_an_engine_holds_only_in_part_is_pushed_again_and_counts_as_published_only_then(
+    stale: int, tmp_path: Path
+) -> None:
+    """A push that returns without an error may have left a tensor of the drafter before: the fingerprints say so."""
+    outcome = simulate(tmp_path, stale=stale)
+    failed = events(outcome, "drafter_push_failed")
+    assert [(event["engine"], event["why"]) for event in failed] == [("engine-1", "fingerprints differ")] * stale
+    first = outcome.wire.drafters[0][0]
+    assert outcome.wire.drafters[1][0] == first, "not pushed again"
+    published = [event["round"] for event in events(outcome, "drafter_published")]
+    assert (first in published) == (stale == 1)
+    assert lengths(outcome) == [32] * 6
 
 
 def test_what_was_judged_worse_is_not_published_and_forgotten(tmp_path: Path) -> None:

@@ -146,6 +146,35 @@ def widen(source: Path, target: Path, *, policy_path: Path, taps: Sequence[int])
     _write(target, json.dumps(config, indent=2, sort_keys=True) + "\n", weights, policy_path / "tokenizer.json")
 
 
+def with_own_ends(source: Path, out: Path, *, model_path: Path, dtype: torch.dtype) -> Path:
+    """A checkpoint whose embedding and output head differ from the policy's: `source` itself, or a copy in `out`.
+
+    vLLM shares what is equal when it loads both, and weights that are then pushed to the drafter land in the policy.
+    """
+    weights = load_file(source / "model.safetensors")
+    embedding_VD = _policy_tensor(model_path, "model.embed_tokens.weight")
+    head_VD = _policy_tensor(model_path, "lm_head.weight")
+    equal = False
+    for name, other_VD in (("embed_tokens.weight", embedding_VD), ("lm_head.weight", embedding_VD if head_VD is None else head_VD)):
+        own_VD = weights.get(name)
+        if own_VD is not None and other_VD is not None and torch.equal(own_VD.to(dtype), other_VD.to(dtype)):
+            own_VD[0, 0] += max(0.02 * abs(float(own_VD[0, 0])), 1e-3)  # one weight, and enough to be seen in bfloat16
+            equal = True
+    if not equal:
+        return source
+    _write(out, (source / "config.json").read_text(encoding="utf-8"), weights, source / "tokenizer.json")
+    return out
+
+
+def _policy_tensor(model_path: Path, name: str) -> torch.Tensor | None:
+    """One tensor of a policy's checkpoint; None where it has none of that name, as a tied head."""
+    for file in sorted(model_path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118  not a dict
+                return tensors.get_tensor(name)
+    return None
+
+
 def random_drafter(like: Path, out: Path, *, seed: int) -> None:
     """A drafter of the same cost that knows nothing: what must not make an engine slower."""
     generator = torch.Generator().manual_seed(seed)

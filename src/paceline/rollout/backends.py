@@ -143,7 +143,7 @@ def receive_push(worker: Worker, push: Push) -> PushReport:
         raise PacelineError(f"weight_transfer_config: got backend {type(engine).__name__}; must be paceline_shm to receive a push")
     if push.target == "drafter" and not worker.supports_draft_weight_updates():
         return PushReport(version=push.version, refused="drafter: this engine runs without one", fingerprints={})
-    if push.target == "drafter" and (problem := _cannot_reload_drafter(worker)) is not None:
+    if push.target == "drafter" and (problem := _cannot_reload_drafter(worker, push)) is not None:
         return PushReport(version=push.version, refused=problem, fingerprints={})
     try:
         if push.target == "drafter":
@@ -157,15 +157,28 @@ def receive_push(worker: Worker, push: Push) -> PushReport:
     return engine.applied[push.target]
 
 
-def _cannot_reload_drafter(worker: Worker) -> str | None:
-    """On the CPU, vLLM 0.32 builds DFlash's context projection at the end of a reload, from layers that it has packed by then and
-    so emptied: the engine dies in its next step. tests/engine/test_drafters.py pushes one; this can go when that ends well."""
+def _cannot_reload_drafter(worker: Worker, push: Push) -> str | None:
+    """Why these weights must not reach the drafter, if they must not."""
     from vllm.platforms import current_platform
 
+    # vLLM 0.32 builds DFlash's context projection at the end of a reload, on the CPU from layers that it has packed by then and so
+    # emptied: the engine dies in its next step. tests/engine/test_drafters.py pushes one; this can go when that ends well.
     speculation = worker.vllm_config.speculative_config
     if current_platform.is_cpu() and speculation is not None and speculation.method == "dflash":
         return "drafter: vLLM's CPU backend cannot take new weights of a DFlash drafter"
+    if shared := _shared_with_policy(worker) & {entry.name.split(".")[0] for entry in push.entries}:
+        return (
+            f"drafter: vLLM shares {', '.join(sorted(shared))} between drafter and policy, because they were equal when it loaded "
+            "them, and a push would overwrite the policy's: start from `draft.checkpoint.with_own_ends`"
+        )
     return None
+
+
+def _shared_with_policy(worker: Worker) -> set[str]:
+    """Layers with weights that are one object in both models, by the names that a drafter's checkpoint has for them."""
+    of_policy = {id(weight) for weight in worker.get_model().parameters()}
+    drafter: Any = worker.model_runner.drafter
+    return {name.split(".")[-2] for name, weight in drafter.model.named_parameters() if id(weight) in of_policy}
 
 
 def applied(worker: Worker) -> Mapping[Target, PushReport]:

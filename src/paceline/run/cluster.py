@@ -33,7 +33,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.config import Config, EngineConfig, LearnedDrafter, LearnerConfig, ObjectiveConfig, SpeculationConfig
-from paceline.draft.checkpoint import read_taps
+from paceline.draft.checkpoint import read_taps, with_own_ends
 from paceline.draft.exchange import drafter_weights
 from paceline.draft.worker import TrainerProcess, WorkerSettings, documents_in
 from paceline.policy.learner import FsdpLearner
@@ -548,6 +548,8 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
     """Place and start every process of a run; all of them are gone when the context ends."""
     directory = _training_directory(config)
     with _ray(config, directory):
+        if directory is not None:
+            config = _with_own_ends(config, model_path, directory)
         group = _place(config)
         engines, learner = _create_actors(config, group)
         deadline_s = _ABANDON_DEADLINE_S
@@ -623,6 +625,14 @@ def _training_directory(config: Config) -> Path | None:
             "one; eagle3 can be trained"
         )
     return config.speculation.training.buffer.directory / secrets.token_hex(8)
+
+
+def _with_own_ends(config: Config, model_path: Path, directory: Path) -> Config:
+    speculation, checkpoint = _trained_drafter(config)
+    dtype = getattr(torch, config.rollout.engine.dtype)
+    path = with_own_ends(checkpoint, directory / "drafter", model_path=model_path, dtype=dtype)
+    drafter = speculation.drafter.model_copy(update={"path": str(path)})
+    return config.model_copy(update={"speculation": speculation.model_copy(update={"drafter": drafter})})
 
 
 def _trained_drafter(config: Config) -> tuple[SpeculationConfig, Path]:

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 from paceline.config import SpeculationConfig
 from paceline.draft.drift import DriftWatch, LostDrafter, Remedy, Verdict
-from paceline.draft.exchange import Exchange
+from paceline.draft.exchange import Exchange, drafter_weights
 from paceline.draft.provenance import Provenance, write_evaluation, write_provenance
+from paceline.draft.saver import Saver
 from paceline.draft.worker import documents_in, rounds_in
 from paceline.run.idle import Account, Action, Event, Leases, Order, State
 from paceline.run.journal import Journal
@@ -108,6 +109,11 @@ class Coach:
         self._span_began: dict[str, tuple[str, float]] = {}
         self._last = Account()
         self._update_cost_s = 0.0
+        self._saver: Saver | None = None
+
+    def keep_in(self, file: Path) -> None:
+        """Leave what is published in this file as well, written beside the run: the shared directory goes with a crash."""
+        self._saver = Saver(file)
 
     @asynccontextmanager
     async def conduct(self, journal: Journal, lose: Callable[[str, str], None]) -> AsyncIterator[None]:
@@ -124,6 +130,8 @@ class Coach:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.gather(*(trainer.kill() for trainer in self._trainers.values()), return_exceptions=True)
+            if self._saver is not None:
+                self._saver.close()
 
     # ── what the fleet reports
 
@@ -188,6 +196,8 @@ class Coach:
         self._update_cost_s += _now_s() - began_s
         fields = self._update_fields(number, verdict)
         if sent:
+            if self._saver is not None:
+                self._saver.save(drafter_weights(self._exchange.file(number)), step=number)
             self._journal.event("drafter_published", **fields, publish_s=round(_now_s() - began_s, 4))
         else:
             self._journal.event("drafter_refused", **fields, why=verdict.why)
@@ -232,6 +242,7 @@ class Coach:
             | {"draft/recall_max_ms": 1000 * max(recalls, default=0.0)}
             | {"draft/tokens_trained": float(self._tokens_trained())}
             | {"draft/round": float(self._exchange.round()), "draft/published_round": float(self._published)}
+            | ({} if self._saver is None else self._saver.counts().metrics())
         )
 
     def account(self) -> Account:
