@@ -338,7 +338,7 @@ class CorrectionConfig(Section):
 
 class GuardConfig(Section):
     """What to do when the mismatch grows (policy/guard.py). Limits are k3 of a step in nats per token. Once the first steps have
-    shown what is normal for the run, those of correct, mask and raise_precision are 3, 10 and 30 times that, if it is less."""
+    shown what is normal for the run, those of correct, mask and raise_precision are 3, 5 and 10 times that, if it is less."""
 
     mode: Literal["observe", "act"] = "observe"
     """`observe` records what it would do; `act` does it."""

@@ -120,7 +120,7 @@ def test_not_a_number_from_an_engine_is_pushed_away_and_from_the_learner_stops_t
 def test_a_lone_engine_is_judged_by_its_past() -> None:
     """Smooth growth is noise, a jump is a sync."""
     state = calm_state(num_engines=1)
-    _, grown = play(state, [(2e-4,), (4e-4,), (8e-4,)])
+    _, grown = play(state, [(1.5e-4,), (2e-4,), (2.4e-4,)])
     assert rungs(grown) == ["correct", "mask", "mask"]
     _, jumped = play(state, [(2e-2,), (CLEAN,)])
     assert rungs(jumped) == ["skip", "observe"]

@@ -89,7 +89,7 @@ def run(
     num_clean: int = 1000,
     repetitions: int = 20,
     pool_size: int = 256,
-    seed: int = 0,
+    seed: int = 1,
 ) -> Result:
     """Every fault `repetitions` times, then `num_clean` clean batches of each precision."""
     model_path = resolve("arena:small", cache_root=cache_root, progress=progress)

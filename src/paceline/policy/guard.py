@@ -25,7 +25,7 @@ The absolute limits are those that others publish, as k3 in nats per token:
 
 They are upper bounds. The run's own limits come from its first steps: median and median absolute deviation of log k3 over steps
 and engines, then following slowly, so that a policy that sharpens over a thousand steps is not an alarm. A healthy FP8 run whose k3
-is suddenly thirty times what it was is in trouble well below the published limits.
+is suddenly ten times what it was is in trouble well below the published limits.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _FACTOR = 3.0
 """... and at least this many times: the deviation of a few quiet steps is too small a yardstick."""
 _TIMES_OTHERS = 3.0
 """How much more than the others' median makes an engine the odd one out."""
-_STEEPNESS = {"correct": 1.0, "mask": 10**0.5, "raise_precision": 10.0}
-"""The run's own limits of the rungs, in multiples of the first."""
+_STEEPNESS = {"correct": 1.0, "mask": 5 / 3, "raise_precision": 10 / 3}
+"""The run's own limits of the rungs, in multiples of the first: 3, 5 and 10 times the past at least."""
 _MIN_TOKENS = 256
 """Of an engine in a step; with fewer its mean says nothing."""
 _RELEASE = 0.5
