@@ -47,7 +47,7 @@ def rungs(decisions: Iterable[Decision]) -> list[str]:
 
 
 def test_noise_of_all_engines_climbs_by_its_size_and_comes_down_with_hysteresis() -> None:
-    sizes = (1e-3, 5e-3, 2e-2, 7e-3, 1.5e-3, 1e-3, 5e-4)
+    sizes = (1e-3, 3.5e-3, 2e-2, 4e-3, 1.5e-3, 1e-3, 5e-4)
     _, decisions = play(calm_state(1e-3), [(size, 1.1 * size) for size in sizes])
     assert rungs(decisions) == ["observe", "correct", "mask", "mask", "correct", "correct", "observe"]
     assert all(decision.update for decision in decisions)
