@@ -206,7 +206,10 @@ def time_diagnostics(pool: Pool, random: np.random.Generator) -> float:
     for _ in range(9):
         began_s = perf_counter()
         ratios = Ratios.of([sample.logp for sample in samples], learner_logp)
-        diagnose(ratios), gaps_by_engine(samples, ratios), histogram(ratios), worst_tokens(samples, learner_logp, ratios)
+        diagnose(ratios)
+        gaps_by_engine(samples, ratios)
+        histogram(ratios)
+        worst_tokens(samples, learner_logp, ratios)
         times_ms.append(1000 * (perf_counter() - began_s))
     return float(np.median(times_ms))
 
@@ -293,11 +296,15 @@ def _int4(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _load(model_path: Path, weights: Mapping[str, torch.Tensor] | None = None) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
+    )
     if weights is not None:
         unknown = model.load_state_dict(dict(weights), strict=False).unexpected_keys
         assert not unknown, unknown
-    return model.to(torch.bfloat16).eval()
+    model = model.to(torch.bfloat16).eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
 
 
 @contextmanager

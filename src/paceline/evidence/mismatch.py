@@ -7,7 +7,7 @@ and the engines one by one from the `mismatch` records, scales and saturation fr
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -146,7 +146,7 @@ def _positive(values: Floats) -> Floats:
 # Ratios.
 
 
-def _histogram_panel(mismatches: Sequence[Mapping[str, object]]) -> Panel:
+def _histogram_panel(mismatches: Sequence[Mapping[str, Any]]) -> Panel:
     """The first and the last few steps, the learner over the engine. Left of the middle the learner finds the token less likely."""
     size = max(1, min(_FEW, len(mismatches) // 2))
     parts = [mismatches[:size], mismatches[size:][-size:]]
