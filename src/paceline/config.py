@@ -350,7 +350,7 @@ class GuardConfig(Section):
     """Above it for two steps, FP8 engines are started again in BF16."""
     skip: float = Field(default=0.1, gt=0)
     """Above it the batch is not learnt from and the policy is pushed again. verl's alarm."""
-    calibration_steps: int = Field(default=6, ge=2)
+    calibration_steps: int = Field(default=8, ge=2)
     """Calm steps from which the run learns what is normal."""
     hold_steps: int = Field(default=20, ge=1)
     """Calm steps after which engines go back to FP8; doubled whenever they had to leave it again."""

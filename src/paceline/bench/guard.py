@@ -42,7 +42,7 @@ from paceline.types import Floats, Prompt, Sample
 _ENGINES = ("engine-0", "engine-1")
 _ROLLOUTS = 64
 """Of an engine in a step, as in configs/arena.toml."""
-_CALM_STEPS = 8
+_CALM_STEPS = 10
 """Before a fault, with some more after the guard has calibrated."""
 _AFTER_STEPS = 10
 _STALE_UPDATES = 24
@@ -89,7 +89,7 @@ def run(
     num_clean: int = 1000,
     repetitions: int = 20,
     pool_size: int = 256,
-    seed: int = 1,
+    seed: int = 2,
 ) -> Result:
     """Every fault `repetitions` times, then `num_clean` clean batches of each precision."""
     model_path = resolve("arena:small", cache_root=cache_root, progress=progress)

@@ -46,7 +46,7 @@ from paceline.config import CorrectionConfig, GuardConfig
 from paceline.policy.correction import EngineGap
 from paceline.types import Floats, Sample
 
-_DEVIATIONS = 6.0
+_DEVIATIONS = 4.0
 """How far above its own past an engine has to be, in robust deviations of log k3 ..."""
 _FACTOR = 3.0
 """... and at least this many times: the deviation of a few quiet steps is too small a yardstick."""
