@@ -50,7 +50,7 @@ class Watch:
         state, decision = decide(self._state, gaps, self._config.guard, learner_is_finite=finite, can_raise=self._can_raise)
         acting = self._config.guard.mode == "act"
         if not acting:  # what was not done is not remembered as done
-            state = replace(state, raised=False, num_pushes=0)
+            state = replace(state, raised=False, num_pushes=0, hold_steps=0)
         if self._journal.step > self._config.run.lag:  # until then batches are less old than later ones
             self._state = state
         self._measure(ratios)
