@@ -25,8 +25,10 @@ _EPILOG = """start here:
 """
 
 BENCHES = {
+    "correction": "held-out accuracy with FP8 rollouts, corrected and not, against BF16; three seeds (estimated: 70 minutes)",
     "costs": "step time and acceptance by batch and draft length on arena:large: a prior for the selector (estimated: 6 minutes)",
     "control": "cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)",
+    "guard": "planted faults: is each answered by the right rung, and are clean batches left alone (estimated: 4 minutes)",
     "history": "history drafter on a second epoch: accepted length, and what its proposals cost (about 5 minutes)",
     "drafter": "does the drafter follow the policy for free and give way at once (estimated: 25 minutes)",
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
@@ -117,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=formatter,
     )
     bench.add_argument("name", choices=sorted(BENCHES))
-    bench.add_argument("overrides", nargs="*", metavar="a.b=value", help="drafter, learning: settings of the runs")
+    bench.add_argument("overrides", nargs="*", metavar="a.b=value", help="correction, drafter, learning: settings of the runs")
     bench.add_argument("--html", type=Path, metavar="FILE", help="rollout only: write tables and pictures as one page")
     bench.add_argument("--costs", type=Path, metavar="FILE", help="costs only: write a file for speculation.selector.costs")
     _add_result_options(bench)
@@ -333,7 +335,7 @@ def _bench(options: argparse.Namespace) -> int:
     arguments: dict[str, Any] = {"progress": _progress}
     if options.name != "control":  # which needs no policy
         arguments["cache_root"] = _cache_root()
-    if options.name in ("drafter", "learning"):
+    if options.name in ("correction", "drafter", "learning"):
         arguments["config_file"] = Path(__file__).parent / "configs" / "arena.toml"
         arguments["overrides"] = options.overrides
     if options.name == "costs":

@@ -257,6 +257,11 @@ class EngineConfig(Section):
     progress_deadline_s: float = Field(default=120, gt=0)
     """An engine that has requests but finishes no token for this long is lost."""
 
+    @property
+    def in_full_precision(self) -> EngineConfig:
+        """The same without quantisation: where the guard goes when the mismatch is too large."""
+        return self
+
 
 class RolloutConfig(Section):
     num_engines: int = Field(default=2, ge=1)
@@ -311,6 +316,57 @@ class ObjectiveConfig(Section):
     """Leave out groups whose rewards are all equal: they carry no gradient (DAPO's dynamic sampling without the re-sampling)."""
 
 
+class CorrectionConfig(Section):
+    """What the loss does about engine and learner giving the same tokens different probabilities (policy/correction.py)."""
+
+    kind: Literal["none", "token-tis", "sequence-tis", "token-mis", "sequence-mis", "geometric-mis"] = "none"
+    """`none` takes the clipped ratio straight against the engine's log-probabilities. The others take it against the learner's own
+    from before the update, and weigh each token by learner over engine: truncated (tis) or masked (mis)."""
+    cap: float = Field(default=2.0, gt=1)
+    """Largest weight of the truncated kinds, and of what geometric-mis keeps."""
+    low: float | None = Field(default=None, gt=0, lt=1)
+    """Lower end of the band that the masked kinds keep; unset, 0.5 for token and sequence, 0.99 for geometric, which is a mean
+    over the rollout: for responses of thousands of tokens verl recommends 0.999."""
+    high: float | None = Field(default=None, gt=1)
+    """Upper end of it; unset, 2 and 1.01."""
+
+    @property
+    def band(self) -> tuple[float, float]:
+        low, high = (0.99, 1.01) if self.kind == "geometric-mis" else (0.5, 2.0)
+        return self.low or low, self.high or high
+
+
+class GuardConfig(Section):
+    """What to do when the mismatch grows (policy/guard.py). Limits are k3 of a step in nats per token. Once the first steps have
+    shown what is normal for the run, those of correct, mask and raise_precision are 3, 5 and 10 times that, if it is less."""
+
+    mode: Literal["observe", "act"] = "observe"
+    """`observe` records what it would do; `act` does it."""
+    correct: float = Field(default=0.002, gt=0)
+    """Above it the batch is corrected by token-tis, if the config corrects nothing. NeMo-RL's accepted error of 1.05, as a k3."""
+    mask: float = Field(default=0.01, gt=0)
+    """Above it tokens outside the band are masked (token-mis)."""
+    raise_precision: float = Field(default=0.03, gt=0)
+    """Above it for two steps, FP8 engines are started again in BF16."""
+    skip: float = Field(default=0.1, gt=0)
+    """Above it the batch is not learnt from and the policy is pushed again. verl's alarm."""
+    calibration_steps: int = Field(default=8, ge=2)
+    """Calm steps from which the run learns what is normal."""
+    hold_steps: int = Field(default=20, ge=1)
+    """Calm steps after which engines go back to FP8; doubled whenever they had to leave it again."""
+    max_pushes: int = Field(default=2, ge=1)
+    """Skipped updates in a row before the run stops and saves the batch."""
+
+    @model_validator(mode="after")
+    def _rises(self) -> GuardConfig:
+        if not self.correct < self.mask < self.raise_precision < self.skip:
+            limits = f"{self.correct}, {self.mask}, {self.raise_precision}, {self.skip}"
+            raise ValueError(
+                f"guard: got {limits} for correct, mask, raise_precision, skip; must rise because each is for more than the last"
+            )
+        return self
+
+
 class EvalConfig(Section):
     every: int = Field(default=10, ge=0)
     """Evaluate on held-out prompts every this many steps, and at the start and the end; 0 is never."""
@@ -333,6 +389,8 @@ class Config(Section):
     """None is plain decoding."""
     learner: LearnerConfig = LearnerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
 

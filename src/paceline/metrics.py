@@ -80,8 +80,8 @@ class Metrics:
 
 
 class Sink(Protocol):
-    """Takes records as they come. `kind` says what one is: "run", "stage", "step", "rollouts", "places", "eval", "event",
-    "progress"."""
+    """Takes records as they come. `kind` says what one is: "run", "stage", "step", "rollouts", "mismatch", "places", "eval",
+    "event", "progress"."""
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None: ...
 

@@ -13,6 +13,7 @@ import json
 import signal
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -58,6 +59,7 @@ async def _run(config: Config, model_path: Path, task: Task, tokenizer: Tokenize
         "environment": environment(seeds=[config.run.seed]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+    engine = config.rollout.engine
     async with start_cluster(config, model_path) as cluster:
         recorder.write("run", record)
         if cluster.coach is not None:
@@ -70,6 +72,7 @@ async def _run(config: Config, model_path: Path, task: Task, tokenizer: Tokenize
             heldout=task.heldout,
             score=scorer(task.reward, tokenizer),
             coach=cluster.coach,
+            raise_precision=None if engine == engine.in_full_precision else partial(cluster.raise_precision, engine),
         )
         await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"))
         if cluster.coach is not None:

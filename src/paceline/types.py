@@ -118,6 +118,14 @@ class Sample:
     """Behaviour log-probabilities of the response tokens."""
     advantage: float
     policy_version: int
+    engine: str = ""
+    """Which one drew it: a mismatch of one engine alone has another cause than one of all."""
+    rollout_key: tuple[int, int] | None = None
+    """Group and index of the rollout."""
+    old_logp: Floats | None = None
+    """The learner's log-probabilities before the update. None: the loss takes its ratio against `logp` (policy/correction.py)."""
+    weight: Floats | None = None
+    """Of each response token in the loss; None is 1."""
 
     @classmethod
     def of(cls, rollout: Rollout, advantage: float) -> Sample:
@@ -127,6 +135,8 @@ class Sample:
             logp=rollout.logp,
             advantage=advantage,
             policy_version=rollout.policy_version,
+            engine=rollout.engine,
+            rollout_key=rollout.key,
         )
 
     @property
@@ -193,6 +203,11 @@ class Learner(Protocol):
 
     async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
         """Log-probabilities of each sample's response tokens under the current policy."""
+        ...
+
+    async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        """The same for a few samples, which are padded otherwise in smaller company; nothing is handed over to drafter training.
+        What it differs by is the learner's own noise."""
         ...
 
     async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:

@@ -110,6 +110,50 @@ def test_killed_engine_costs_no_group_and_no_process(tmp_path):
     assert (tmp_path / "policy" / "step-3" / "model.safetensors").is_file()
 
 
+def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path):
+    """Limits that any mismatch exceeds: both engines are started again after the first batch, take the push and sample the next,
+    and no process of the first two is left."""
+    import numpy as np
+
+    model = make_policy(tmp_path / "model")
+    limits = ["guard.correct=1e-12", "guard.mask=2e-12", "guard.raise_precision=3e-12", "guard.skip=4e-12", "guard.max_pushes=9"]
+    config = load_config(None, [*SMALL, "run.steps=2", "guard.mode=act", *limits])
+    recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
+    before: list[psutil.Process] = []
+
+    async def score(groups):
+        return [[float(rollout.index % 2) for rollout in group.rollouts] for group in groups]
+
+    async def work():
+        async with start_cluster(config, model) as cluster:
+
+            async def start_again(raised: bool) -> None:
+                for engine in cluster.engines:
+                    before.extend(psutil.Process(engine.pid).children(recursive=True))
+                await cluster.raise_precision(config.rollout.engine, raised)
+
+            parts = Parts(
+                engines=cluster.engines,
+                learner=cluster.learner,
+                sender=cluster.sender,
+                prompts=(Prompt(id=f"p{i}", text="", token_ids=np.arange(2, 14, dtype=np.int32), row={}) for i in range(64)),
+                heldout=[],
+                score=score,
+                raise_precision=start_again,
+            )
+            await train(parts, config, recorder)
+            assert before and wait_until(lambda: all(gone(process) for process in before), 10)
+
+    asyncio.run(work())
+    recorder.close()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["metrics"]["guard/rung"] for record in records["step"]] == [3, 4]
+    assert [record["metrics"]["sync/failed"] for record in records["step"]] == [0, 0]
+    assert [record["metrics"]["fleet/engines"] for record in records["step"]] == [2, 2]
+    assert records["step"][1]["metrics"]["mismatch/k3"] < 1e-2, "they sample from the policy that was pushed"
+    assert len(records["rollouts"][1]["length"]) == 32
+
+
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGINT], ids=["crash", "ctrl-c"])
 def test_nothing_outlives_the_driver(tmp_path, blow):
     """Orphaned engines hold memory until somebody notices; 10 s after the driver's end none may be left."""

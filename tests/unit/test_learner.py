@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -330,6 +331,26 @@ def test_save_round_trip_with_checksums(make: Make, tmp_path: Path) -> None:
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match="exists"):
         again.save(saved)
+
+
+def test_correction_takes_the_ratio_against_the_learner_and_weighs_the_tokens(make: Make) -> None:
+    """Decoupled: an engine far off must not clip what nobody moved, and a token of weight 0 teaches nothing."""
+    samples = make_samples(6)
+    scores = make().logp(samples).logp
+    far = [replace(sample, logp=logp - 3) for sample, logp in zip(samples, scores, strict=True)]  # ratio e^3 against the engine
+    learner = make()
+    assert learner.update(far)["policy/ratio_mean"] == pytest.approx(np.exp(3), rel=1e-3)
+    learner, own = make(), [replace(sample, old_logp=logp) for sample, logp in zip(far, scores, strict=True)]
+    metrics, whole = learner.update(own), tensors(learner)
+    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert metrics["policy/clip_share"] == 0
+    kept = [replace(sample, weight=np.full(len(sample.logp), i % 2, np.float32)) for i, sample in enumerate(own)]
+    learner = make(objective=ObjectiveConfig(loss="sequence"))
+    learner.update(kept)
+    half = make(objective=ObjectiveConfig(loss="sequence"))
+    half.update(own[1::2])
+    assert_close(tensors(learner), tensors(half), atol=1e-6)  # Adam's first step does not see the normaliser, which counts all
+    assert any((whole[name] - value).abs().max() > 1e-7 for name, value in tensors(learner).items())
 
 
 def test_samples_that_cannot_be_scored_are_refused(make: Make) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from paceline.config import Config, load_config
@@ -38,7 +39,18 @@ class CountingLearner(SimulatedLearner):
         return await super().update(samples)
 
 
-def simulate(tmp_path, config: Config, *, num_engines=2, lose_at_s=None, sender=None, learner=None, score=score_by_parity):
+def simulate(
+    tmp_path,
+    config: Config,
+    *,
+    num_engines=2,
+    lose_at_s=None,
+    sender=None,
+    learner=None,
+    score=score_by_parity,
+    save_to=None,
+    raise_precision=None,
+):
     """One run; returns its records by kind and the learner."""
     path = tmp_path / "metrics.jsonl"
     recorder = Recorder(JsonlSink(path))
@@ -57,9 +69,15 @@ def simulate(tmp_path, config: Config, *, num_engines=2, lose_at_s=None, sender=
         ]
         wire = (sender or SimulatedSender)(engines=engines)
         parts = Parts(
-            engines=engines, learner=learner, sender=wire, prompts=simulated_prompts(), heldout=list_of_prompts(6), score=score
+            engines=engines,
+            learner=learner,
+            sender=wire,
+            prompts=simulated_prompts(),
+            heldout=list_of_prompts(6),
+            score=score,
+            raise_precision=raise_precision,
         )
-        await train(parts, config, recorder)
+        await train(parts, config, recorder, save_to=save_to)
 
     run_virtual(work)
     recorder.close()
@@ -219,3 +237,92 @@ def test_metrics_file_is_one_json_object_a_line(tmp_path):
     simulate(tmp_path, load_config(None, SMALL))
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert kinds.count("step") == 3
+
+
+class DoubtingLearner(CountingLearner):
+    """Disagrees with one engine, or with all, from one step to another: by a fixed gap, or by NaN on the engine's side."""
+
+    def __init__(self, gap: float, *, engines: Sequence[str], steps: range) -> None:
+        super().__init__()
+        self.gap, self.suspects, self.steps, self.num_passes = gap, engines, steps, 0
+
+    async def logp(self, samples: Sequence[Sample]):
+        self.num_passes += 1
+        random = np.random.default_rng(self.num_passes)
+        bad = self.num_passes in self.steps
+        return [
+            sample.logp
+            + random.normal(0, 0.01, len(sample.logp)).astype(np.float32)
+            + np.float32(self.gap if bad and sample.engine in self.suspects else 0)
+            for sample in samples
+        ]
+
+    async def logp_again(self, samples: Sequence[Sample]):
+        return [sample.logp for sample in samples]
+
+
+GUARDED = [*SMALL, "run.steps=9", "guard.mode=act", "guard.calibration_steps=3", "guard.hold_steps=2"]
+
+
+def test_a_broken_sync_costs_one_batch_and_is_pushed_again(tmp_path):
+    learner = DoubtingLearner(0.3, engines=["engine-0"], steps=range(6, 7))
+    records, _ = simulate(tmp_path, load_config(None, GUARDED), learner=learner)
+    assert len(learner.batches) == 8
+    assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    assert [record["metrics"]["guard/rung"] for record in records["step"]] == [0, 0, 0, 0, 0, 4, 0, 0, 0]
+    told = [event for event in records["event"] if event["what"] == "guard"]
+    assert [(event["rung"], event["cause"], event["engines"]) for event in told] == [
+        ("skip", "sync", ["engine-0"]),
+        ("observe", "none", []),
+    ]
+    assert records["mismatch"][5]["worst"][0]["engine"] == "engine-0"
+
+
+def test_a_guard_that_only_observes_changes_nothing(tmp_path):
+    learner = DoubtingLearner(0.3, engines=["engine-0"], steps=range(6, 7))
+    records, _ = simulate(tmp_path, load_config(None, [*GUARDED, "guard.mode=observe"]), learner=learner)
+    assert len(learner.batches) == 9
+    assert records["step"][5]["metrics"]["guard/rung"] == 4
+    assert all(sample.weight is None and sample.old_logp is None for batch in learner.batches for sample in batch)
+
+
+def test_noise_is_masked_while_it_lasts(tmp_path):
+    learner = DoubtingLearner(0.2, engines=["engine-0", "engine-1"], steps=range(6, 7))
+    simulate(tmp_path, load_config(None, GUARDED), learner=learner)
+    weights = [batch[0].weight for batch in learner.batches]
+    assert [weight is not None for weight in weights] == [False] * 5 + [True] + [False] * 3
+
+
+def test_a_fault_that_stays_stops_the_run_with_its_batch(tmp_path):
+    learner = DoubtingLearner(0.3, engines=["engine-0"], steps=range(6, 99))
+    with pytest.raises(PacelineError, match=r"stopped-step-8/batch\.npz"):
+        simulate(tmp_path, load_config(None, GUARDED), learner=learner, save_to=str(tmp_path / "policy"))
+    with np.load(tmp_path / "stopped-step-8" / "batch.npz", allow_pickle=False) as saved:
+        assert set(saved["engine"]) == {"engine-0", "engine-1"}
+    assert len(learner.batches) == 5, "nothing was learnt from a broken engine"
+
+
+def test_precision_is_raised_and_lowered_by_the_hook(tmp_path):
+    asked: list[bool] = []
+
+    async def raise_precision(raised: bool) -> None:
+        asked.append(raised)
+
+    learner = DoubtingLearner(0.3, engines=["engine-0", "engine-1"], steps=range(5, 7))
+    records, _ = simulate(tmp_path, load_config(None, GUARDED), learner=learner, raise_precision=raise_precision)
+    assert asked == [True, False]
+    assert [record["metrics"]["guard/raised"] for record in records["step"]] == [0, 0, 0, 0, 0, 1, 1, 0, 0]
+
+
+def test_the_learner_against_itself_is_measured_on_few_tokens(tmp_path):
+    """Its floor stands beside the mismatch, and costs next to nothing."""
+    seen: list[int] = []
+
+    class Remembering(CountingLearner):
+        async def logp_again(self, samples: Sequence[Sample]):
+            seen.append(len(samples))
+            return [sample.logp + np.float32(0.001) for sample in samples]
+
+    records, _ = simulate(tmp_path, load_config(None, SMALL), learner=Remembering())
+    assert all(1 <= number <= 4 for number in seen) and len(seen) == 3
+    assert records["step"][0]["metrics"]["mismatch/floor_k3"] == pytest.approx(5e-7, rel=0.01)

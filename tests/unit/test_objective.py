@@ -11,16 +11,22 @@ from paceline.policy.objective import LossSums, Mismatch, PolicyLoss, advantages
 
 
 def loss_of(
-    ratios: list[list[float]], advantage: list[float], config: ObjectiveConfig, *, logp_BT: torch.Tensor | None = None
+    ratios: list[list[float]],
+    advantage: list[float],
+    config: ObjectiveConfig,
+    *,
+    logp_BT: torch.Tensor | None = None,
+    weight_BT: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """Loss of rollouts given by their ratios: every behaviour log-probability is -1, shorter rows are padded."""
+    """Loss of rollouts given by their ratios: every old log-probability is -1, shorter rows are padded."""
     width = max(len(row) for row in ratios)
     mask_BT = torch.tensor([[i < len(row) for i in range(width)] for row in ratios])
     if logp_BT is None:
         logp_BT = torch.tensor([[-1 + math.log(r) for r in row] + [0.0] * (width - len(row)) for row in ratios])
     return policy_loss(
         logp_BT=logp_BT,
-        behaviour_logp_BT=torch.where(mask_BT, -1.0, 0.0),
+        old_logp_BT=torch.where(mask_BT, -1.0, 0.0),
+        weight_BT=torch.ones(mask_BT.shape) if weight_BT is None else weight_BT,
         entropy_BT=torch.where(mask_BT, 0.5, 9.0),
         advantage_B=torch.tensor(advantage),
         mask_BT=mask_BT,
@@ -101,7 +107,8 @@ def test_parts_merge_to_the_whole(loss: str) -> None:
     for row, value in zip(ratios, advantage, strict=True):
         part = policy_loss(
             logp_BT=torch.tensor([[-1 + math.log(r) for r in row]]),
-            behaviour_logp_BT=torch.full((1, len(row)), -1.0),
+            old_logp_BT=torch.full((1, len(row)), -1.0),
+            weight_BT=torch.ones(1, len(row)),
             entropy_BT=torch.full((1, len(row)), 0.5),
             advantage_B=torch.tensor([value]),
             mask_BT=torch.ones(1, len(row), dtype=torch.bool),
@@ -116,7 +123,8 @@ def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite() -> None:
     logp_BT = torch.tensor([[0.0, -200.0]], requires_grad=True)
     result = policy_loss(
         logp_BT=logp_BT,
-        behaviour_logp_BT=torch.tensor([[-200.0, 0.0]]),
+        old_logp_BT=torch.tensor([[-200.0, 0.0]]),
+        weight_BT=torch.ones(1, 2),
         entropy_BT=torch.zeros(1, 2),
         advantage_B=torch.tensor([-1.0]),
         mask_BT=torch.ones(1, 2, dtype=torch.bool),
@@ -145,3 +153,13 @@ def test_mismatch_of_different_lengths_is_refused() -> None:
     """Broadcasting would compare one token with all others and call the gap small."""
     with pytest.raises(ValueError, match="learner_logp"):
         mismatch(np.zeros(3, np.float32), np.zeros(1, np.float32))
+
+
+def test_weights_scale_loss_and_gradient_and_get_none_themselves() -> None:
+    logp_BT = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
+    weight_BT = torch.tensor([[2.0, 0.0, 1.0]], requires_grad=True)
+    result = loss_of([[1.0, 1.0, 1.0]], [1.0], ObjectiveConfig(), logp_BT=logp_BT, weight_BT=weight_BT)
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-1.0)
+    assert logp_BT.grad is not None and logp_BT.grad[0].tolist() == pytest.approx([-2 / 3, 0, -1 / 3])
+    assert weight_BT.grad is None, "a gradient through the weight would reward making the mismatch larger"

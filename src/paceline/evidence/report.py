@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.evidence.drafter import drafter_panels, drafter_rows
+from paceline.evidence.mismatch import mismatch_panels, scale_panels
 from paceline.evidence.page import (
     BLUE,
     GREEN,
@@ -74,7 +75,7 @@ def write_report(run_dir: Path, *, step: int | None = None, against: Path | None
             remark = " Shown is the step of median generation time." if step is None else ""
             panels += [_lengths_panel(run), _timeline_panel(run, chosen, remark)]
         panels += drafter_panels(run, step=step, against=other)
-        panels += [_mismatch_panel(run), _sync_panel(run)]
+        panels += [*mismatch_panels(run), _sync_panel(run), *scale_panels(run)]
     unfinished = figures.planned_steps is not None and figures.num_steps < figures.planned_steps
     path = run_dir / "report.html"
     write_page(
@@ -270,36 +271,21 @@ def _draw_engines(axes: Axes, batches: Sequence[StepRollouts], window: Interval,
     return most
 
 
-def _mismatch_panel(run: RecordedRun) -> Panel:
-    k3 = run.series("mismatch/k3")
-    typical = middle_of(k3)
-    title = "The mismatch was not recorded" if typical is None else f"Mismatch k3 is {typical:.1e} (median)"
-    svg = _half_plot(run, k3, "k3, nats per token", title, log=True)
-    return Panel(title=title, note="KL estimate from the same tokens' log-probabilities in engine and learner.", svg=svg, half=True)
-
-
 def _sync_panel(run: RecordedRun) -> Panel:
     sync_s, num_bytes = run.series("sync/seconds"), middle_of(run.series("sync/bytes"))
     typical = middle_of(sync_s)
     title = "No sync was recorded" if typical is None else f"A sync takes {typical:.2f} s (median)"
     note = "Slowest engine of each sync." + ("" if num_bytes is None else f" {num_bytes / 1e6:,.1f} MB of weights per engine.")
-    return Panel(title=title, note=note, svg=_half_plot(run, sync_s, "seconds", title, log=False), half=True)
+    return Panel(title=title, note=note, svg=_half_plot(run, sync_s, "seconds", title), half=True)
 
 
-def _half_plot(run: RecordedRun, values: Floats, label: str, title: str, *, log: bool) -> str:
-    """One metric over the steps. A log scale has no zero: what is not positive is left out there, unless there is nothing else."""
+def _half_plot(run: RecordedRun, values: Floats, label: str, title: str) -> str:
+    """One metric over the steps."""
     figure = new_figure(2.5, width=4.6)
     axes = figure.add_subplot()
-    log = log and bool((values > 0).any())
-    shown = np.where(values > 0, values, np.nan) if log else values
-    axes.plot(run.steps, shown, color=BLUE, linewidth=1.4, marker="o", markersize=3 if len(run.steps) <= 60 else 0)
-    if log:
-        axes.set_yscale("log")
-        low, high = np.nanmin(shown), np.nanmax(shown)
-        axes.set_ylim(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high) + 1e-9))  # whole decades carry labels
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
-    elif np.isfinite(shown).any():
-        axes.set_ylim(0, 1.15 * np.nanmax(shown) or 1.0)
+    axes.plot(run.steps, values, color=BLUE, linewidth=1.4, marker="o", markersize=3 if len(run.steps) <= 60 else 0)
+    if np.isfinite(values).any():
+        axes.set_ylim(0, 1.15 * np.nanmax(values) or 1.0)
     axes.set_ylabel(label)
     _step_axis(axes, run)
     return svg(figure, title)

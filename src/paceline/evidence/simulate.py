@@ -151,6 +151,9 @@ class SimulatedLearner:
         await asyncio.sleep(self.seconds_per_token / 3 * sum(len(sample.token_ids) for sample in samples))
         return [sample.logp for sample in samples]
 
+    async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        return await self.logp(samples)
+
     async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         await asyncio.sleep(self.seconds_per_token * sum(len(sample.token_ids) for sample in samples))
         return {"policy/loss": 0.0}

@@ -91,6 +91,8 @@ class RecordedRun:
     events: tuple[Mapping[str, Any], ...]
     places: tuple[StepPlaces, ...]
     """Of runs that train their drafter."""
+    mismatches: tuple[Mapping[str, Any], ...]
+    """Of each step that compared engines and learner: `counts` of log-ratios, k3 of `engines`, `worst` tokens."""
     duration_s: float
 
     @property
@@ -136,6 +138,7 @@ def read_run(run_dir: Path) -> RecordedRun:
         eval_intervals=_eval_intervals(records.get("stage", []), records.get("eval", [])),
         events=tuple(records.get("event", [])),
         places=tuple(places[step] for step in sorted(places) if places[step].spans),
+        mismatches=tuple({record["step"]: record for record in records.get("mismatch", [])}.values()),
         duration_s=max(everything),
     )
 

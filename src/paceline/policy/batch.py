@@ -28,7 +28,9 @@ class Batch:
     """Index into the flattened [B, S] of the token before each response token: where its logits are."""
     target_N: torch.Tensor
     mask_BT: torch.Tensor
-    behaviour_logp_BT: torch.Tensor
+    old_logp_BT: torch.Tensor
+    """What the ratio is taken against: the learner's own log-probabilities of corrected samples, the engine's of others."""
+    weight_BT: torch.Tensor
     advantage_B: torch.Tensor
 
 
@@ -62,7 +64,8 @@ def make_batch(samples: Sequence[Sample], indices: tuple[int, ...], device: torc
             position_N=zero,
             target_N=zero,
             mask_BT=torch.zeros(1, 1, dtype=torch.bool, device=device),
-            behaviour_logp_BT=torch.zeros(1, 1, device=device),
+            old_logp_BT=torch.zeros(1, 1, device=device),
+            weight_BT=torch.ones(1, 1, device=device),
             advantage_B=torch.zeros(1, device=device),
         )
     chosen = [samples[i] for i in indices]
@@ -70,12 +73,15 @@ def make_batch(samples: Sequence[Sample], indices: tuple[int, ...], device: torc
     num_responses = max(1, *(sample.num_response_tokens for sample in chosen))
     input_ids_BS = np.zeros((len(chosen), num_columns), np.int64)
     mask_BT = np.zeros((len(chosen), num_responses), np.bool_)
-    behaviour_logp_BT = np.zeros((len(chosen), num_responses), np.float32)
+    old_logp_BT = np.zeros((len(chosen), num_responses), np.float32)
+    weight_BT = np.ones((len(chosen), num_responses), np.float32)
     positions: list[np.ndarray] = []
     for row, sample in enumerate(chosen):
         input_ids_BS[row, : len(sample.token_ids)] = sample.token_ids
         mask_BT[row, : sample.num_response_tokens] = True
-        behaviour_logp_BT[row, : sample.num_response_tokens] = sample.logp
+        old_logp_BT[row, : sample.num_response_tokens] = sample.logp if sample.old_logp is None else sample.old_logp
+        if sample.weight is not None:
+            weight_BT[row, : sample.num_response_tokens] = sample.weight
         positions.append(row * num_columns + np.arange(sample.num_prompt_tokens - 1, len(sample.token_ids) - 1))
     targets = [sample.token_ids[sample.num_prompt_tokens :] for sample in chosen]
 
@@ -88,6 +94,7 @@ def make_batch(samples: Sequence[Sample], indices: tuple[int, ...], device: torc
         position_N=tensor(np.concatenate(positions)),
         target_N=tensor(np.concatenate(targets).astype(np.int64)),
         mask_BT=tensor(mask_BT),
-        behaviour_logp_BT=tensor(behaviour_logp_BT),
+        old_logp_BT=tensor(old_logp_BT),
+        weight_BT=tensor(weight_BT),
         advantage_B=tensor(np.array([sample.advantage for sample in chosen], np.float32)),
     )

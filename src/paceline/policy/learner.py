@@ -170,7 +170,7 @@ class FsdpLearner:
     def logp(self, samples: Sequence[Sample], taps: Sequence[int] = (), tapped: Collection[int] | None = None) -> LogpResult:
         """Score every response token under the current policy; with `taps`, keep the hidden states of the samples in `tapped` (of
         all if None) as well. They come from the same forward pass: it is only listened to."""
-        self._check(samples)
+        self._check(samples, trained_on=False)
         for tap in taps:
             if not 0 <= tap <= len(self._layers):
                 raise ValueError(f"taps: got {tap}; must be 0..{len(self._layers)} because tap i stands after i of the layers")
@@ -197,7 +197,7 @@ class FsdpLearner:
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One pass over the samples in `minibatches` optimizer steps; returns the update's metrics, the same on every rank."""
-        self._check(samples)
+        self._check(samples, trained_on=True)
         sums = LossSums()
         grad_norms: list[float] = []
         for minibatch in self._minibatches(samples):
@@ -267,14 +267,15 @@ class FsdpLearner:
         state = self._scorer.policy.state_dict()
         return ((name, tensor) for name, tensor in state.items() if name in self._names)
 
-    def _check(self, samples: Sequence[Sample]) -> None:
+    def _check(self, samples: Sequence[Sample], *, trained_on: bool) -> None:
         for i, sample in enumerate(samples):
             if not 1 <= sample.num_prompt_tokens <= len(sample.token_ids):
                 raise ValueError(
                     f"samples[{i}].num_prompt_tokens: got {sample.num_prompt_tokens}; must be 1..{len(sample.token_ids)} "
                     "because the first response token needs a token before it"
                 )
-            if len(sample.logp) != sample.num_response_tokens or np.isnan(sample.logp).any():
+            # An engine's NaN may be scored: telling how many there are, and of which engine, is the guard's work.
+            if len(sample.logp) != sample.num_response_tokens or (trained_on and np.isnan(sample.logp).any()):
                 raise ValueError(
                     f"samples[{i}].logp: got {len(sample.logp)} values, {np.isnan(sample.logp).sum()} of them NaN; must be a "
                     f"number for each of the {sample.num_response_tokens} response tokens because ratios are taken against them"
@@ -302,7 +303,8 @@ class FsdpLearner:
             logp_N, entropy_N, _ = self._scorer(batch.input_ids_BS, batch.position_N, batch.target_N)
             part = policy_loss(
                 logp_BT=_unflatten(logp_N, batch.mask_BT),
-                behaviour_logp_BT=batch.behaviour_logp_BT,
+                old_logp_BT=batch.old_logp_BT,
+                weight_BT=batch.weight_BT,
                 entropy_BT=_unflatten(entropy_N, batch.mask_BT),
                 advantage_B=batch.advantage_B,
                 mask_BT=batch.mask_BT,

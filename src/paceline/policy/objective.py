@@ -1,9 +1,12 @@
 """What is learnt: group advantages, the clipped policy loss (GRPO, DAPO's options) and the mismatch estimator. Pure functions.
 
-For a token drawn by the engine with behaviour log-probability b and scored by the learner with log-probability l, the importance
-ratio is r = exp(l - b), and the loss of the token with advantage A is
+For a token with old log-probability o that the learner now gives log-probability l, the ratio is r = exp(l - o), and the loss of
+the token with advantage A and weight w is
 
-    -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+    -w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+
+Without correction o is the engine's behaviour log-probability and w is 1. With it (correction.py) o is the learner's own before the
+update, and w, a constant, makes up for the engine having drawn from a slightly different distribution.
 
 GRPO (arXiv 2402.03300) has clip_low = clip_high and weighs every rollout the same. DAPO (arXiv 2503.14476) raises clip_high, so
 that unlikely tokens can grow, and weighs every token the same, so that long rollouts are not diluted. The sum is divided by a
@@ -54,7 +57,7 @@ class LossSums:
     clipped: float = 0.0
     """Tokens whose loss is held by the clip, and which therefore have no gradient."""
     k1: float = 0.0
-    """Sum of b - l, the plain estimator of KL(behaviour || policy)."""
+    """Sum of o - l, the plain estimator of KL(old || policy)."""
     k3: float = 0.0
     """Sum of r - 1 - log r, the estimator with lower variance that is never negative."""
     entropy: float = 0.0
@@ -81,7 +84,8 @@ class PolicyLoss:
 def policy_loss(
     *,
     logp_BT: torch.Tensor,
-    behaviour_logp_BT: torch.Tensor,
+    old_logp_BT: torch.Tensor,
+    weight_BT: torch.Tensor,
     entropy_BT: torch.Tensor,
     advantage_B: torch.Tensor,
     mask_BT: torch.Tensor,
@@ -89,14 +93,14 @@ def policy_loss(
     config: ObjectiveConfig,
 ) -> PolicyLoss:
     """Clipped surrogate loss of a padded micro-batch. `mask_BT` is true at response tokens; elsewhere any finite value goes."""
-    log_ratio_BT = logp_BT - behaviour_logp_BT
+    log_ratio_BT = logp_BT - old_logp_BT
     # exp overflows at 88 in float32, and one infinite token turns the gradient of the whole batch into NaN. A ratio of e^20 is far
     # outside every clip range, so nothing that could be learnt from is lost.
     log_ratio_BT = log_ratio_BT.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     ratio_BT = log_ratio_BT.exp()
     free_BT = ratio_BT * advantage_B[:, None]
     held_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage_B[:, None]
-    token_loss_BT = -torch.minimum(free_BT, held_BT) * mask_BT
+    token_loss_BT = -torch.minimum(free_BT, held_BT) * weight_BT.detach() * mask_BT
     if config.loss == "sequence":
         token_loss_BT = token_loss_BT / mask_BT.sum(1, keepdim=True).clamp(min=1)
     loss = token_loss_BT.sum() / normaliser

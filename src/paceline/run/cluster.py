@@ -69,9 +69,18 @@ class EngineActor:
         """Returns the process id, so that a test can kill it."""
         from paceline.rollout.engine import VllmEngine
 
-        self._engine = await VllmEngine.start(name, model_path, config, seed=seed, cpus=cpus, speculation=speculation)
+        def begin(config: EngineConfig) -> Awaitable[VllmEngine]:
+            return VllmEngine.start(name, model_path, config, seed=seed, cpus=cpus, speculation=speculation)
+
+        self._begin = begin
+        self._engine = await begin(config)
         self._collecting: asyncio.Task[Sequence[Rollout]] | None = None
         return os.getpid()
+
+    async def restart(self, config: EngineConfig) -> None:
+        """Another engine in the place of an idle one, with the weights of the checkpoint: a push has to follow."""
+        await self._engine.close()
+        self._engine = await self._begin(config)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         await self._engine.submit(requests)
@@ -239,6 +248,10 @@ class RemoteEngine:
         starting = self.actor.start.remote(self.name, model_path, self._config, seed, cpus, speculation)
         self.pid = await self._answer("start", starting, self._config.start_deadline_s + self._config.call_deadline_s)
 
+    async def restart(self, config: EngineConfig) -> None:
+        self._config = config
+        await self._answer("restart", self.actor.restart.remote(config), config.start_deadline_s + config.call_deadline_s)
+
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         await self._answer("submit", self.actor.submit.remote(list(requests)))
 
@@ -349,6 +362,9 @@ class RemoteLearner:
 
     async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
         return await self._all("logp", list(samples), self.hands_over)
+
+    async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        return await self._all("logp", list(samples), False)
 
     async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         return await self._all("update", list(samples))
@@ -519,6 +535,12 @@ class Cluster:
         self.coach = coach
         """None where no drafter is trained."""
         self.trainers = trainers
+
+    async def raise_precision(self, config: EngineConfig, raised: bool) -> None:
+        """Start every engine again, in full precision or as configured. One that does not come back refuses the push that follows,
+        which is when the fleet goes on without it."""
+        chosen = config.in_full_precision if raised else config
+        await asyncio.gather(*(engine.restart(chosen) for engine in self.engines), return_exceptions=True)
 
 
 @asynccontextmanager

@@ -99,6 +99,11 @@ class Journal:
         self.metrics.add("sync/bytes", Max(max(receipt.num_bytes for receipt in receipts)))
         self.metrics.add("sync/seconds", Max(max(receipt.seconds for receipt in receipts)))
 
+    def mismatch(self, *, counts: Sequence[int], engines: Mapping[str, float], worst: Sequence[Mapping[str, object]]) -> None:
+        """Tokens by log-ratio (the bins are correction.HISTOGRAM_EDGES), k3 of each engine, and the worst tokens."""
+        record = {"step": self.step, "time_s": self.elapsed_s(), "counts": list(counts)}
+        self._recorder.write("mismatch", {**record, "engines": dict(engines), "worst": list(worst)})
+
     def evaluation(self, metrics: Mapping[str, float]) -> None:
         self._recorder.write("eval", {"step": self.step, "time_s": self.elapsed_s(), "metrics": dict(metrics)})
 

@@ -2,7 +2,9 @@
 
     step s:  data ──▶ generation ──▶ prepare ──▶ logprob ──▶ train ──▶ sync ──▶ (eval)
              open      wait for      rewards,     learner's    one       new policy version
-             batches   batch s       advantages   own logp     update    to every engine
+             batches   batch s       advantages   own logp,    update    to every engine
+                                                  correction,  unless the guard says to push again
+                                                  guard
                │          ▲
                └─ fleet ──┘   with lag n, batches s .. s+n are open while the learner works on batch s
 
@@ -19,15 +21,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-
-import numpy as np
+from pathlib import Path
 
 from paceline.config import Config
-from paceline.metrics import Max, Mean, Recorder
-from paceline.policy.objective import advantages, mismatch
+from paceline.metrics import Mean, Recorder
+from paceline.policy.objective import advantages
 from paceline.run.coach import Coach
 from paceline.run.fleet import Batch, Fleet, Sampling
 from paceline.run.journal import Journal, Rewards
+from paceline.run.watch import Watch
 from paceline.types import Engine, Group, Learner, PacelineError, Prompt, Sample, Sender
 
 
@@ -45,6 +47,8 @@ class Parts:
     """A reward for every rollout of every group."""
     coach: Coach | None = None
     """Trains the drafter beside the run."""
+    raise_precision: Callable[[bool], Awaitable[None]] | None = None
+    """Starts idle engines again in full precision (True) or as configured (False); a push follows. None: there is no other."""
 
 
 async def train(parts: Parts, config: Config, recorder: Recorder, *, save_to: str | None = None) -> None:
@@ -55,7 +59,7 @@ async def train(parts: Parts, config: Config, recorder: Recorder, *, save_to: st
     coach = parts.coach
     fleet = Fleet(parts.engines, slots=slots, on_lost=journal.engine_lost, on_progress=journal.progress, lending=coach)
     async with coach.conduct(journal, fleet.lose) if coach is not None else nullcontext(), fleet:
-        run = _Run(parts, config, journal, fleet)
+        run = _Run(parts, config, journal, fleet, save_to=None if save_to is None else Path(save_to).parent)
         await run.sync()
         await run.evaluate()
         for step in range(1, config.run.steps + 1):
@@ -74,8 +78,10 @@ async def train(parts: Parts, config: Config, recorder: Recorder, *, save_to: st
 class _Run:
     """What a run remembers from step to step: open batches and the policy version."""
 
-    def __init__(self, parts: Parts, config: Config, journal: Journal, fleet: Fleet) -> None:
+    def __init__(self, parts: Parts, config: Config, journal: Journal, fleet: Fleet, *, save_to: Path | None) -> None:
         self.parts, self.config, self.journal, self.fleet = parts, config, journal, fleet
+        can_raise = parts.raise_precision is not None
+        self.watch = Watch(config, parts.learner, journal, can_raise=can_raise, save_to=save_to)
         self.version = 0
         self.batches: deque[Batch] = deque()
 
@@ -93,21 +99,21 @@ class _Run:
             self.journal.event("update_skipped", why="every group has equal rewards")
             return
         with stage("logprob"):
-            learner_logp = await learner.logp(samples)
-            gap = mismatch(np.concatenate([sample.logp for sample in samples]), np.concatenate(learner_logp))
-            add("mismatch/k3", Mean(gap.k3_sum, gap.count))
-            add("mismatch/max_abs", Max(gap.max_abs))
-        with stage("train"):
-            for key, value in (await learner.update(samples)).items():
-                add(key, Mean(value))
-            self.version += 1
+            samples, decision = await self.watch.judge(samples, await learner.logp(samples))
+        if decision.update:
+            with stage("train"):
+                for key, value in (await learner.update(samples)).items():
+                    add(key, Mean(value))
+                self.version += 1
         if self.parts.coach is not None:
             with stage("draft"):
                 await self.parts.coach.inline()
         with stage("sync"):
             if self.parts.coach is not None:
                 await self.parts.coach.close_phase()
-            await self.sync()
+            if decision.precision is not None and self.parts.raise_precision is not None:
+                await self.parts.raise_precision(decision.precision == "raise")
+            await self.sync()  # without an update this is the same version again: what a broken sync needs
             if self.parts.coach is not None:
                 await self.parts.coach.publish()
 

@@ -1,0 +1,84 @@
+"""`paceline bench correction`: does RL with FP8 rollouts learn as well as with BF16, with correction and without it?
+
+    bf16      rollouts in BF16, no correction
+    fp8       FP8 weights and KV cache, no correction
+    fp8_tis   the same with token-tis, C = 2
+    fp8_mis   the same with token-mis
+
+Each arm is trained once per seed, arm after arm within a seed. The guard only observes, so that an arm is what its name says.
+`correction_within_spread` is 1 if the mean final accuracy of both corrected arms is no lower than that of BF16 by more than the
+range of the BF16 seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from paceline.bench.learning import Training, train_once
+from paceline.config import load_config
+from paceline.evidence.measure import CpuTimes, Result, environment
+
+FP8 = ("rollout.engine.weights=fp8", "rollout.engine.kv_cache=fp8")
+ARMS: Mapping[str, tuple[str, ...]] = {
+    "bf16": (),
+    "fp8": FP8,
+    "fp8_tis": (*FP8, "correction.kind=token-tis"),
+    "fp8_mis": (*FP8, "correction.kind=token-mis"),
+}
+_CORRECTED = ("fp8_tis", "fp8_mis")
+
+
+def run(
+    *,
+    progress: Callable[[str], None],
+    cache_root: Path,
+    config_file: Path,
+    seeds: Sequence[int] = (0, 1, 2),
+    overrides: Sequence[str] = (),
+) -> Result:
+    """Every arm once per seed."""
+    before = CpuTimes.now()
+    settings = {arm: ["guard.mode=observe", *overrides, *arm_settings] for arm, arm_settings in ARMS.items()}
+    for arm in ARMS:  # a wrong key must not show in the second hour
+        load_config(config_file, settings[arm])
+    trainings: dict[str, dict[int, Training]] = {arm: {} for arm in ARMS}
+    for seed in seeds:
+        for arm in ARMS:
+            training = train_once(config_file, settings[arm], seed, cache_root=cache_root, progress=progress)
+            trainings[arm][seed] = training
+            progress(f"seed {seed}, {arm}: accuracy {training.curve[0][1]:.3f} -> {training.final:.3f}, k3 {training.k3:.1e}")
+    figures, spread = compare({arm: list(found.values()) for arm, found in trainings.items()})
+    config = load_config(config_file, overrides)
+    return Result(
+        name="correction",
+        figures=figures,
+        spread=spread,
+        goals={"correction_within_spread": (">=", 1.0)},
+        environment=environment(seeds=seeds, config=config.model_dump(mode="json")),
+        details={
+            "arms": settings,
+            "final": {arm: {seed: training.final for seed, training in found.items()} for arm, found in trainings.items()},
+            "curves": {arm: {seed: training.curve for seed, training in found.items()} for arm, found in trainings.items()},
+            "heldout_samples": config.eval.num_prompts * config.eval.samples_per_prompt,
+            "steal_share": CpuTimes.now().steal_share_since(before),
+        },
+    )
+
+
+def compare(trainings: Mapping[str, Sequence[Training]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Figures and spread (range over seeds) of the arms."""
+    figures: dict[str, float] = {}
+    spread: dict[str, float] = {}
+    for arm, found in trainings.items():
+        for name, values in (
+            ("accuracy", [training.final for training in found]),
+            ("gain", [training.gain for training in found]),
+            ("k3", [training.k3 for training in found]),
+            ("seconds_per_step", [training.seconds_per_step for training in found]),
+        ):
+            figures[f"{name}_{arm}"] = sum(values) / len(values)
+            spread[f"{name}_{arm}"] = max(values) - min(values)
+    least = figures["accuracy_bf16"] - spread["accuracy_bf16"]
+    figures["correction_within_spread"] = float(all(figures[f"accuracy_{arm}"] >= least for arm in _CORRECTED))
+    return figures, spread | {"correction_within_spread": 0.0}
