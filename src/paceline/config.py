@@ -303,8 +303,10 @@ class RolloutConfig(Section):
 class CalibrationConfig(Section):
     """KV scales after every update, from a share of the step's own batch. Unused unless `rollout.engine.kv_cache` is fp8."""
 
-    tokens: int = Field(default=1024, ge=1)
-    """Prompt and response tokens that are looked at, in whole samples."""
+    share: float = Field(default=0.1, gt=0, le=1)
+    """Of the batch's tokens that are looked at, in whole samples: a forward pass over as many."""
+    max_tokens: int = Field(default=4096, ge=1)
+    """No more than these, however large the batch."""
     percentile: float = Field(default=100.0, gt=0, le=100)
     """Over tokens, of a token's largest key or value. Below 100 the largest ones saturate."""
     margin: float = Field(default=1.25, ge=1)

@@ -31,6 +31,8 @@ from torch.nn.functional import pad
 
 BLOCK = 128
 E4M3_MAX = 448.0
+E4M3_SMALLEST_NORMAL = 2.0**-6
+"""Below it the error is no longer relative: values lose their bits one by one."""
 _SMALLEST_AMAX = 1e-4
 """Of a block: one of zeros must not divide by zero."""
 STACKED: Mapping[str, tuple[str, ...]] = {

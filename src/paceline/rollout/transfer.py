@@ -595,6 +595,7 @@ async def deliver(engine: PushTarget, push: Push) -> Receipt:
             num_tensors=len(push.entries),
             num_bytes=push.num_bytes,
             seconds=time.monotonic() - started_s,
+            scales_version=None if push.kv_scales is None else push.kv_scales.version,
             mismatched=names,
             error=error,
             lost=lost,

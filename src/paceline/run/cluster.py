@@ -151,7 +151,7 @@ class LearnerActor:
         temperature: float,
         seed: int,
         meeting_place: str | None,
-        wire_dtype: torch.dtype,
+        engine: EngineConfig,
         num_threads: int | None,
         cores: Sequence[int] | None,
         hand_over: HandOverSettings | None,
@@ -168,7 +168,8 @@ class LearnerActor:
             init_method=meeting_place,
             num_threads=num_threads,
         )
-        self._wire_dtype = wire_dtype
+        self._wire_dtype = getattr(torch, engine.dtype)
+        self._quantised = engine.weights == "fp8"
         self._sender = ShmSender() if self._rank == 0 and not torch.cuda.is_available() else None
         self._hand_over = None if hand_over is None else HandOver(self._learner, hand_over, rank=self._rank, seed=seed)
 
@@ -180,11 +181,14 @@ class LearnerActor:
     def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         return self._learner.update(samples)
 
+    def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
+        return self._learner.calibrate(samples, version)
+
     def stage(self, version: int) -> Push | None:
         """Put the policy onto the wire; every rank takes part in gathering it, rank 0 sends."""
         weights = self._learner.weights(self._wire_dtype)
         if self._sender is not None:
-            return self._sender.stage(version, weights)
+            return self._sender.stage(version, weights, quantised=self._quantised, kv_scales=self._learner.kv_scales)
         take_part(weights)
         return None
 
@@ -327,7 +331,6 @@ class RemoteLearner:
         self,
         model_path: str,
         config: Config,
-        wire_dtype: torch.dtype,
         num_threads: int | None,
         cores: Sequence[int] | None = None,
         hand_over: HandOverSettings | None = None,
@@ -341,7 +344,7 @@ class RemoteLearner:
             config.rollout.temperature,
             config.run.seed,
             meeting_place,
-            wire_dtype,
+            config.rollout.engine,
             num_threads,
             cores,
             hand_over,
@@ -352,6 +355,9 @@ class RemoteLearner:
 
     async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         return await self._all("update", list(samples))
+
+    async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
+        return await self._all("calibrate", list(samples), version)
 
     async def stage(self, version: int) -> Push:
         return await self._all("stage", version)
@@ -550,11 +556,10 @@ async def _start_actors(
         engine.start(str(model_path), config.run.seed * 1000 + index, shares[index], config.speculation)
         for index, engine in enumerate(engines)
     ]
-    wire_dtype = getattr(torch, config.rollout.engine.dtype)
     threads = None if gpu else config.learner.cpus or max(1, len(cores) // config.learner.world_size)
     learner_cores = None if gpu or config.learner.cpus is None else cores[: config.learner.cpus * config.learner.world_size]
     hand_over = None if directory is None else _hand_over(config, model_path, directory)
-    await asyncio.gather(*starting, learner.start(str(model_path), config, wire_dtype, threads, learner_cores, hand_over))
+    await asyncio.gather(*starting, learner.start(str(model_path), config, threads, learner_cores, hand_over))
     if gpu:
         await learner.open_nccl(engines, config.rollout.engine.tensor_parallel_size)
         return Cluster(engines, learner, NcclSender(learner, engines), None, ())

@@ -98,6 +98,9 @@ class Journal:
         self.metrics.add("sync/failed", Sum(sum(not receipt.ok for receipt in receipts)))
         self.metrics.add("sync/bytes", Max(max(receipt.num_bytes for receipt in receipts)))
         self.metrics.add("sync/seconds", Max(max(receipt.seconds for receipt in receipts)))
+        ages = [version - receipt.scales_version for receipt in receipts if receipt.scales_version is not None]
+        if ages:
+            self.metrics.add("sync/scale_age", Max(max(ages)))
 
     def evaluation(self, metrics: Mapping[str, float]) -> None:
         self._recorder.write("eval", {"step": self.step, "time_s": self.elapsed_s(), "metrics": dict(metrics)})
