@@ -1,11 +1,11 @@
 """Does FP8 stay what it should be while the policy moves: weights after every update, KV scales, and what looking after them costs.
 
-    updates   arena:large is trained for some steps; after each, every quantised tensor and scale that both engines hold is read from
-              their memory and compared with the reference. Then faults are planted, which must be found.
-    scales    arena:small with keys times 256 and queries over 256: the same function, but keys that a scale of 1 cannot hold.
-              k3 with scales of 1, with scales calibrated on the batch before (as a run does), and with an oracle's, which come
-              from every token of the measured rollouts
-    overhead  calibration, the reference's quantisation and fingerprints of it at both ends, over the whole of a step
+updates   arena:large is trained for some steps; after each, every quantised tensor and scale that both engines hold is read
+          from their memory and compared with the reference. Then faults are planted, which must be found.
+scales    arena:small with keys times 256 and queries over 256: the same function, but keys that a scale of 1 cannot hold.
+          k3 with scales of 1, with scales calibrated on the batch before (as a run does), and with an oracle's, which come
+          from every token of the measured rollouts
+overhead  calibration, the reference's quantisation and fingerprints of it at both ends, over the whole of a step
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.arena.policy import resolve
-from paceline.bench.precision import generate, k3_of
+from paceline.bench.precision import generate, k3_of, push
 from paceline.bench.workload import arena_requests
 from paceline.config import CalibrationConfig, EngineConfig, LearnerConfig, ObjectiveConfig
 from paceline.evidence.measure import CpuTimes, Goal, Result, environment, middle
@@ -37,6 +37,9 @@ Progress = Callable[[str], None]
 
 KEYS_TIMES = 256.0
 """A power of two, so that not a bit of the policy's function is lost."""
+_PROMPTS = 256
+_ORACLE = CalibrationConfig(share=1.0, max_tokens=10**9)
+"""Every token, and the very ones that are measured."""
 CONFIG = EngineConfig(max_num_seqs=32, kv_cache_gb=0.5, weights="fp8", kv_cache="fp8", call_deadline_s=300)
 GOALS: dict[str, Goal] = {
     "fp8_tensors_wrong": ("<=", 0.0),
@@ -92,7 +95,7 @@ def run(
         figures=figures,
         spread={name: middle(pairs[name])[1] if name in pairs else 0.0 for name in figures},
         goals=GOALS,
-        environment=environment(seeds=[seed], config={"model": model, "trained": trained, "engine": CONFIG.model_dump(mode="json")}),
+        environment=environment(seeds=[seed], config={"model": model, "trained": trained, "engine": CONFIG.model_dump()}),
         details={
             "updates": updates,
             "tensors_checked": [step.num_checked for step in steps],
@@ -152,16 +155,16 @@ class _Bench:
         parts = await asyncio.gather(*(generate(e, share) for e, share in zip(self._engines, shares, strict=True)))
         return [rollout for part in parts for rollout in part]
 
-    def stage(self, version: int, *, quantised: bool = True, scales: KvScales | None = None) -> Push:
+    def stage(self, version: int, *, quantised: bool = True) -> Push:
         weights = self._learner.weights(torch.bfloat16)
-        return self._sender.stage(version, weights, quantised=quantised, kv_scales=scales or self._learner.kv_scales)
+        return self._sender.stage(version, weights, quantised=quantised, kv_scales=self._learner.kv_scales)
 
     async def sync(self, version: int) -> Push:
-        push = self.stage(version)
-        for receipt in await asyncio.gather(*(engine.receive(push) for engine in self._engines)):
+        staged = self.stage(version)
+        for receipt in await asyncio.gather(*(engine.receive(staged) for engine in self._engines)):
             if not receipt.ok and not receipt.mismatched:
                 raise PacelineError(f"{receipt.engine} did not take version {version}: {receipt.error}")
-        return push
+        return staged
 
     async def held(self) -> list[dict[str, str]]:
         return [(await engine.rpc("held_fp8"))[0] for engine in self._engines]
@@ -176,9 +179,8 @@ class _Bench:
         update_s = time.perf_counter()
         await asyncio.to_thread(self._learner.calibrate, samples, version)
         calibrated_s = time.perf_counter()
-        push = await self.sync(version)
+        expected = _fp8_part(await self.sync(version))
         done_s = time.perf_counter()
-        expected = _fp8_part(push)
         held = await self.held()
         wrong = sum(len(mismatched(expected, found)) for found in held)
         held_s, reference_s = (await self._held_s(), self._reference_s(version)) if whole else (0.0, 0.0)
@@ -242,31 +244,32 @@ async def _scales(model_path: Path, seed: int, progress: Progress, rounds: int =
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "policy"
         scale_keys(model_path, path, KEYS_TIMES)
-        config = LearnerConfig(learning_rate=2e-5, microbatch_tokens=4096)
-        oracle_config = config.model_copy(update={"calibration": CalibrationConfig(share=1.0, max_tokens=10**9)})
-        learner = FsdpLearner(path, config, ObjectiveConfig(), temperature=1.0, seed=seed)
+        learner = FsdpLearner(
+            path, LearnerConfig(learning_rate=2e-5, microbatch_tokens=4096), ObjectiveConfig(), temperature=1.0, seed=seed
+        )
         sender = ShmSender()
-        engine_config = EngineConfig(max_num_seqs=64, kv_cache_gb=0.5, kv_cache="fp8")
-        engine = await VllmEngine.start("scales", path, engine_config, seed=seed, cpus=sorted(os.sched_getaffinity(0)))
-        k3: dict[str, list[float]] = {"unit": [], "recalibrated": [], "oracle": []}
+        config = EngineConfig(max_num_seqs=64, kv_cache_gb=0.5, kv_cache="fp8")
+        engine = await VllmEngine.start("scales", path, config, seed=seed, cpus=sorted(os.sched_getaffinity(0)))
+        k3: dict[str, list[float]] = {"recalibrated": [], "oracle": [], "unit": []}
         try:
-            requests = arena_requests(path, num_prompts=256 * (rounds + 1), group_size=1, max_tokens=640, seed=seed)
+            requests = arena_requests(path, num_prompts=_PROMPTS * (rounds + 1), group_size=1, max_tokens=640, seed=seed)
             requests = [replace(request, seed=seed + number) for number, request in enumerate(requests)]
-            learner.calibrate([Sample.of(_unanswered(request), 0.0) for request in requests[:64]], 0)
-            rollouts = await _with_scales(engine, sender, learner, learner.kv_scales, 0, requests[:256])
+            rollouts = await generate(engine, requests[:_PROMPTS])
             for version in range(1, rounds + 1):
                 samples = [Sample.of(rollout, 1.0 if rollout.group_id % 2 else -1.0) for rollout in rollouts]
                 learner.update(samples)
                 learner.calibrate(samples, version)
-                fresh = requests[256 * version : 256 * (version + 1)]
-                recalibrated = learner.kv_scales
-                rollouts = await _with_scales(engine, sender, learner, recalibrated, version, fresh)
+                fresh = requests[_PROMPTS * version : _PROMPTS * (version + 1)]
+                await push(engine, learner, sender, version)
+                rollouts = await generate(engine, fresh)
                 k3["recalibrated"].append(k3_of(learner, rollouts))
-                oracle = _calibrated(learner, rollouts, version, oracle_config)
-                k3["oracle"].append(k3_of(learner, await _with_scales(engine, sender, learner, oracle, version, fresh)))
-                ones = (1.0,) * len(oracle.k)
-                unit = KvScales(version=version, q=ones, k=ones, v=ones)
-                k3["unit"].append(k3_of(learner, await _with_scales(engine, sender, learner, unit, version, fresh)))
+                recalibrated = learner.kv_scales
+                assert recalibrated is not None
+                learner.calibrate([Sample.of(rollout, 0.0) for rollout in rollouts], version, _ORACLE)
+                ones = (1.0,) * len(recalibrated.k)
+                for kind, scales in (("oracle", learner.kv_scales), ("unit", KvScales(version=version, q=ones, k=ones, v=ones))):
+                    await push(engine, learner, sender, version, scales)
+                    k3[kind].append(k3_of(learner, await generate(engine, fresh)))
                 learner.kv_scales = recalibrated
                 progress("k3: " + ", ".join(f"{kind} {values[-1]:.2e}" for kind, values in k3.items()))
         finally:
@@ -283,9 +286,9 @@ def scale_keys(source: Path, target: Path, factor: float) -> None:
         if file.is_file() and file.suffix == ".json":
             (target / file.name).write_bytes(file.read_bytes())
     weights = {name: x for file in sorted(source.glob("*.safetensors")) for name, x in load_file(file).items()}
-    for name in weights:
+    for name, weight in weights.items():
         if name.endswith("k_norm.weight"):
-            weights[name] = weights[name] * factor
+            weight.mul_(factor)
         elif name.endswith("q_norm.weight"):
-            weights[name] = weights[name] / factor
+            weight.div_(factor)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})

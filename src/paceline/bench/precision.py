@@ -35,6 +35,7 @@ from paceline.config import EagleDrafter, EngineConfig, FixedSelector, LearnerCo
 from paceline.evidence.measure import CpuTimes, Goal, Result, environment, middle
 from paceline.policy.learner import FsdpLearner
 from paceline.policy.objective import mismatch
+from paceline.precision import KvScales
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.stepped import Batch, Order, SteppedEngine
 from paceline.rollout.transfer import ShmSender
@@ -222,9 +223,9 @@ async def _rollouts(
         await engine.close()
 
 
-async def push(engine: VllmEngine, learner: FsdpLearner, sender: ShmSender, version: int) -> None:
-    """The learner's policy as a run would push it."""
-    scales = learner.kv_scales if engine.config.kv_cache == "fp8" else None
+async def push(engine: VllmEngine, learner: FsdpLearner, sender: ShmSender, version: int, scales: KvScales | None = None) -> None:
+    """The learner's policy as a run would push it, with its own KV scales unless others are given."""
+    scales = (scales or learner.kv_scales) if engine.config.kv_cache == "fp8" else None
     quantised = engine.config.weights == "fp8"
     receipt = await engine.receive(sender.stage(version, learner.weights(torch.bfloat16), quantised=quantised, kv_scales=scales))
     if not receipt.ok:
@@ -296,10 +297,7 @@ def _best(timings: Mapping[str, Timings], arm: str) -> dict[Cell, list[float]]:
     """The same with speculation, each at the draft length that is best for it; under the cell of the shortest draft length."""
     found = {}
     for cell in (cell for cell in timings[arm].step_s if cell.k == DRAFT_LENGTHS[0]):
-        mine, theirs = (
-            max((timings[a].rates(replace(cell, k=k)) for k in DRAFT_LENGTHS), key=lambda rates: median(rates))
-            for a in (arm, "bf16")
-        )
+        mine, theirs = (max((timings[a].rates(replace(cell, k=k)) for k in DRAFT_LENGTHS), key=median) for a in (arm, "bf16"))
         found[cell] = [a / b for a, b in zip(mine, theirs, strict=True)]
     return found
 

@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from paceline.config import LearnerConfig, ObjectiveConfig
+from paceline.config import CalibrationConfig, LearnerConfig, ObjectiveConfig
 from paceline.policy.batch import Batch, make_batch, plan_passes
 from paceline.policy.calibration import Calibration, calibration_metrics, choose, has_qk_norm, scales_of
 from paceline.policy.objective import LossSums, loss_normaliser, policy_loss
@@ -227,14 +227,14 @@ class FsdpLearner:
             "policy/k3": sums.k3 / count,
         }
 
-    def calibrate(self, samples: Sequence[Sample], version: int) -> dict[str, float]:
+    def calibrate(self, samples: Sequence[Sample], version: int, settings: CalibrationConfig | None = None) -> dict[str, float]:
         """Find the KV scales of the policy as it is now, from some of the samples; `kv_scales` holds them afterwards, as `version`.
 
         Returns metrics, the same on every rank. `saturated_share` is what the scales in use until now would have cut off.
         """
         self._check(samples)
         lengths = [len(sample.token_ids) for sample in samples]
-        settings = self._config.calibration
+        settings = settings or self._config.calibration
         chosen = choose(lengths, settings, np.random.default_rng((self._seed, version)))
         seen = Calibration(len(self._layers), settings, self.kv_scales)
         picked = [samples[i] for i in chosen]

@@ -531,6 +531,7 @@ class Cluster:
 async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Cluster]:
     """Place and start every process of a run; all of them are gone when the context ends."""
     directory = _training_directory(config)
+    _check_precision(config)
     with _ray(config, directory):
         group = _place(config)
         engines, learner = _create_actors(config, group)
@@ -606,6 +607,15 @@ def _training_directory(config: Config) -> Path | None:
             "one; eagle3 can be trained"
         )
     return config.speculation.training.buffer.directory / secrets.token_hex(8)
+
+
+def _check_precision(config: Config) -> None:
+    for name in ("weights", "kv_cache"):
+        if torch.cuda.is_available() and getattr(config.rollout.engine, name) == "fp8":
+            raise PacelineError(
+                f"rollout.engine.{name}: must be full on GPUs because KV scales and the reference's fingerprints are not sent over NCCL "
+                "yet, and an engine in FP8 is not used unchecked"
+            )
 
 
 def _trained_drafter(config: Config) -> tuple[SpeculationConfig, Path]:
