@@ -613,8 +613,8 @@ def _check_precision(config: Config) -> None:
     for name in ("weights", "kv_cache"):
         if torch.cuda.is_available() and getattr(config.rollout.engine, name) == "fp8":
             raise PacelineError(
-                f"rollout.engine.{name}: must be full on GPUs because KV scales and the reference's fingerprints are not sent over NCCL "
-                "yet, and an engine in FP8 is not used unchecked"
+                f"rollout.engine.{name}: must be full on GPUs because KV scales and fingerprints of the reference do not go over "
+                "NCCL yet, and an engine in FP8 is not used unchecked"
             )
 
 
