@@ -116,7 +116,7 @@ def test_policy_without_qk_norm_is_known_and_its_outliers_are_measured(tmp_path:
     shape = LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=128
     )
-    errors = []
+    shares = []
     for outlier in (1.0, 1e7):
         model = LlamaForCausalLM(shape).float()
         with torch.no_grad():
@@ -129,9 +129,9 @@ def test_policy_without_qk_norm_is_known_and_its_outliers_are_measured(tmp_path:
         metrics = learner.calibrate(make_samples(2), version=0)
         learner.close()
         assert metrics["precision/qk_norm"] == 0.0
-        errors.append(metrics["precision/underflow_share"])
-    assert errors[0] < 0.01
-    assert errors[1] > 0.5
+        shares.append(metrics["precision/underflow_share"])
+    assert shares[0] < 0.01
+    assert shares[1] > 0.4, "nearly all keys, which are half of what is cached"
 
 
 def test_chosen_samples_keep_to_the_budget_and_differ_between_versions() -> None:

@@ -1,7 +1,7 @@
 """What FP8 gains and what it costs in a rollout phase, with speculation and without it.
 
-    speed      arena:large, decode steps by batch and context; four engines take turns, visit by visit, in a random order
-                 {BF16, FP8 weights, FP8 KV cache, both} without speculation, then the same four with EAGLE-3
+    speed      arena:large, decode steps by batch and context; engines take turns, visit by visit, in a random order
+                 {BF16, FP8 weights, FP8 KV cache, both} without speculation, then {BF16, FP8 weights, both} with EAGLE-3
     capacity   tokens that a KV cache of the same bytes holds
     mismatch   k3 of {BF16, weights, KV cache, both} x {speculation off, on} on arena:small, whose every layer was trained: the
                layers that growth adds are identities without quantisation error. Weights and scales are pushed as in a run.
@@ -47,11 +47,13 @@ ARMS: Mapping[str, dict[str, str]] = {
     "kv": {"kv_cache": "fp8"},
     "both": {"weights": "fp8", "kv_cache": "fp8"},
 }
+DRAFTING_ARMS = ("bf16", "weights", "both")
 BATCHES = (1, 2, 4, 8, 16, 32)
 DRAFT_LENGTHS = (3, 5)
 CONTEXTS = {"short": 0, "long": 480}
 """Tokens of the prompt, at least; the long ones are problems with most of their solution."""
-_STEPS = 12
+_STEPS = {0: 12, 3: 8, 5: 8}
+"""Of a visit by draft length, if every draft were accepted whole."""
 _MEMORY_BOUND = 1.5
 CONFIG = ENGINE.model_copy(update={"max_num_seqs": max(BATCHES), "kv_cache_gb": 1.5})
 GOALS: dict[str, Goal] = {"fp8_spec_speedup": (">=", 1.2), "kv_capacity_ratio": (">=", 1.9)}
@@ -89,7 +91,7 @@ def run(
     cache_root: Path,
     model: str = "arena:large",
     trained: str = "arena:small",
-    repetitions: int = 4,
+    repetitions: int = 3,
     seed: int = 0,
 ) -> Result:
     before = CpuTimes.now()
@@ -119,9 +121,9 @@ def _time(
     lengths = (0,) if speculation is None else DRAFT_LENGTHS
     engines: dict[str, SteppedEngine] = {}
     try:
-        for arm, precision in ARMS.items():  # one after another: compiling wants every core
+        for arm in ARMS if speculation is None else DRAFTING_ARMS:  # one after another: compiling wants every core
             progress(f"starting {arm}{'' if speculation is None else ' with speculation'}")
-            config = CONFIG.model_copy(update=precision)
+            config = CONFIG.model_copy(update=ARMS[arm])
             cpus = sorted(os.sched_getaffinity(0))
             engines[arm] = SteppedEngine(model_path, config, seed=seed, cpus=cpus, speculation=speculation)
             capacity = engines[arm].wait()
@@ -130,10 +132,11 @@ def _time(
             )  # of the engine without a drafter, whose cache is the policy's
         prompts = {context: _prompts(model_path, least, seed) for context, least in CONTEXTS.items()}
         cells = [Cell(context, batch, k) for context in CONTEXTS for batch in BATCHES for k in lengths]
-        for number in range(repetitions + 1):  # the first fills the prefix cache and warms up
+        largest = [cell for cell in cells if cell.batch == max(BATCHES)]
+        for number in range(repetitions + 1):  # the first fills prefix caches and is not measured
             rng = random.Random(number)  # noqa: S311
-            for cell in rng.sample(cells, len(cells)):
-                for arm in rng.sample(list(ARMS), len(ARMS)):
+            for cell in rng.sample(cells, len(cells)) if number else largest:
+                for arm in rng.sample(list(engines), len(engines)):
                     batch = engines[arm].run(_order(cell, prompts[cell.context]))
                     if number:
                         _note(timings[arm], cell, batch)
@@ -145,16 +148,16 @@ def _time(
 
 def _order(cell: Cell, prompts: Sequence[RolloutRequest]) -> Order:
     # As many tokens as the steps can emit at the most, so that nobody leaves the batch before they are over.
-    requests = [replace(prompt, max_tokens=_STEPS * (cell.k + 1)) for prompt in prompts[: cell.batch]]
+    requests = [replace(prompt, max_tokens=_STEPS[cell.k] * (cell.k + 1)) for prompt in prompts[: cell.batch]]
     selector = FixedSelector(draft_length=cell.k) if cell.k else None
     return Order(requests=requests, selector=selector, name=f"k={cell.k}", to_the_end=True)
 
 
 def _note(timings: Timings, cell: Cell, batch: Batch) -> None:
     if not cell.k:
-        timings.step_s[cell].append(median(seconds for active, seconds in batch.step_s[1:_STEPS] if active == cell.batch))
+        timings.step_s[cell].append(median(seconds for active, seconds in batch.step_s[1:] if active == cell.batch))
         return
-    steps = [step for step in batch.steps[1:_STEPS] if step.verified == cell.k and step.num_requests == cell.batch]
+    steps = [step for step in batch.steps[1:] if step.verified == cell.k and step.num_requests == cell.batch]
     timings.step_s[cell].append(median(step.seconds for step in steps))
     timings.emitted[cell.k] += sum(step.num_emitted for step in steps)
     timings.rows[cell.k] += sum(step.num_requests for step in steps)
@@ -273,7 +276,7 @@ def _result(
             "tokens_per_s": _table(timings, lambda arm, cell: median(timings[arm].rates(cell))),
             "over_bf16": _table(timings, lambda arm, cell: median(_ratios(timings, arm, cell))),
             "step_ms": _table(timings, lambda arm, cell: 1000 * median(timings[arm].step_s[cell])),
-            "accepted_length": {arm: {str(k): t.accepted_length(k) for k in DRAFT_LENGTHS} for arm, t in timings.items()},
+            "accepted_length": {arm: {str(k): timings[arm].accepted_length(k) for k in DRAFT_LENGTHS} for arm in DRAFTING_ARMS},
             "kv_tokens": {arm: t.capacity for arm, t in timings.items()},
             "memory_bound": [f"{cell.context} {cell.batch}" for cell in drafted],
             "loses_at": sorted(
@@ -313,6 +316,8 @@ def _memory_bound(bf16: Timings, cell: Cell) -> bool:
 def _table(timings: Mapping[str, Timings], value: Callable[[str, Cell], float]) -> dict[str, dict[str, float]]:
     """By cell, then by arm."""
     return {
-        f"{cell.context} batch {cell.batch} k {cell.k}": {arm: round(value(arm, cell), 4) for arm in ARMS}
-        for cell in timings["bf16"].step_s
+        f"{cell.context} batch {cell.batch} k {cell.k}": {
+            arm: round(value(arm, cell), 4) for arm, found in timings.items() if cell in found.step_s
+        }
+        for cell in sorted(timings["bf16"].step_s, key=lambda cell: (cell.k, cell.context, cell.batch))
     }

@@ -65,7 +65,7 @@ def _speed_panel(ratios: Mapping[str, Mapping[str, float]]) -> Panel:
         axes = figure.add_subplot((len(plots) + 2) // 3, 3, number)
         points.sort(key=lambda point: point[0])
         batches = [batch for batch, _ in points]
-        for arm in ("weights", "kv", "both"):
+        for arm in [arm for arm in points[0][1] if arm != "bf16"]:
             axes.plot(batches, [arms[arm] for _, arms in points], "o-", color=_COLOURS[arm], markersize=3, label=_NAMES[arm])
         axes.axhline(1, color=GREY, linewidth=1)
         axes.set_xscale("log", base=2)
