@@ -303,7 +303,7 @@ class RolloutConfig(Section):
 class CalibrationConfig(Section):
     """KV scales after every update, from a share of the step's own batch. Unused unless `rollout.engine.kv_cache` is fp8."""
 
-    share: float = Field(default=0.1, gt=0, le=1)
+    share: float = Field(default=0.05, gt=0, le=1)
     """Of the batch's tokens that are looked at, in whole samples: a forward pass over as many."""
     max_tokens: int = Field(default=4096, ge=1)
     """No more than these, however large the batch."""

@@ -120,9 +120,9 @@ def test_policy_without_qk_norm_is_known_and_its_outliers_are_measured(tmp_path:
     for outlier in (1.0, 1e7):
         model = LlamaForCausalLM(shape).float()
         with torch.no_grad():
-            for layer in model.model.layers:
-                layer.self_attn.k_proj.weight[31] *= outlier
-                layer.self_attn.k_proj.weight[63] *= outlier
+            for name, weight in model.named_parameters():
+                if name.endswith("k_proj.weight"):
+                    weight[[31, 63]] *= outlier
         path = tmp_path / f"{outlier}"
         model.save_pretrained(path)
         learner = FsdpLearner(path, LearnerConfig(), ObjectiveConfig(), temperature=1.0)

@@ -224,6 +224,9 @@ def test_metrics_file_is_one_json_object_a_line(tmp_path):
 class CalibratedLearner(CountingLearner):
     """Remembers what it was calibrated on, as which version."""
 
+    calls: list
+    qk_norm: bool
+
     def __init__(self, *, qk_norm: bool) -> None:
         super().__init__()
         object.__setattr__(self, "calls", [])

@@ -55,6 +55,7 @@ class Calibration:
         AttentionInterface.register(_LISTENING, attend)
         AttentionMaskInterface.register(_LISTENING, sdpa_mask)
         before = policy.config._attn_implementation
+        assert before is not None, "policies are loaded with one"
         policy.set_attn_implementation(_LISTENING)
         try:
             yield
