@@ -62,6 +62,8 @@ class Step:
     """Fingerprinting what the slower engine holds."""
     num_wrong: int
     num_checked: int
+    num_changed: int
+    """Of the reference's tensors, those that are others than before the update: where none changes, equality says nothing."""
 
     @property
     def overhead(self) -> float:
@@ -100,6 +102,7 @@ def run(
         details={
             "updates": updates,
             "tensors_checked": [step.num_checked for step in steps],
+            "tensors_changed": [step.num_changed for step in steps],
             "faults": faults,
             "k3": k3,
             "seconds": {
@@ -150,6 +153,7 @@ def _short(requests: Sequence[RolloutRequest], max_tokens: int) -> list[RolloutR
 class _Bench:
     def __init__(self, learner: FsdpLearner, sender: ShmSender, engines: Sequence[VllmEngine]) -> None:
         self._learner, self._sender, self._engines = learner, sender, engines
+        self._expected: dict[str, str] = {}
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         shares = [requests[index :: len(self._engines)] for index in range(len(self._engines))]
@@ -162,8 +166,11 @@ class _Bench:
 
     async def sync(self, version: int) -> Push:
         staged = self.stage(version)
-        for receipt in await asyncio.gather(*(engine.receive(staged) for engine in self._engines)):
-            if not receipt.ok and not receipt.mismatched:
+        receipts = await asyncio.gather(*(engine.receive(staged) for engine in self._engines))
+        for engine, receipt in zip(self._engines, receipts, strict=True):
+            if receipt.mismatched:
+                await engine.resume()  # it is counted, and the bench goes on
+            elif not receipt.ok:
                 raise PacelineError(f"{receipt.engine} did not take version {version}: {receipt.error}")
         return staged
 
@@ -180,8 +187,9 @@ class _Bench:
         update_s = time.perf_counter()
         await asyncio.to_thread(self._learner.calibrate, samples, version)
         calibrated_s = time.perf_counter()
-        expected = _fp8_part(await self.sync(version))
+        before, self._expected = self._expected, _fp8_part(await self.sync(version))
         done_s = time.perf_counter()
+        expected = self._expected
         held = await self.held()
         wrong = sum(len(mismatched(expected, found)) for found in held)
         held_s, reference_s = (await self._held_s(), self._reference_s(version)) if whole else (0.0, 0.0)
@@ -192,6 +200,7 @@ class _Bench:
             held_s=held_s,
             num_wrong=wrong,
             num_checked=len(expected) * len(held),
+            num_changed=len(mismatched(before, expected)),
         )
 
     async def _held_s(self) -> float:
