@@ -119,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=formatter,
     )
     bench.add_argument("name", choices=sorted(BENCHES))
-    bench.add_argument("overrides", nargs="*", metavar="a.b=value", help="drafter, learning: settings of the runs")
+    bench.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="drafter, learning: settings of the runs; costs: precision"
+    )
     bench.add_argument("--html", type=Path, metavar="FILE", help="rollout, precision: write tables and pictures as one page")
     bench.add_argument("--costs", type=Path, metavar="FILE", help="costs only: write a file for speculation.selector.costs")
     _add_result_options(bench)
@@ -340,6 +342,7 @@ def _bench(options: argparse.Namespace) -> int:
         arguments["overrides"] = options.overrides
     if options.name == "costs":
         arguments["costs_file"] = options.costs
+        arguments["overrides"] = options.overrides
     result: Result = import_module(f"paceline.bench.{options.name}").run(**arguments)
     if options.html is not None and options.name == "rollout":
         from paceline.evidence.rollout_page import write_rollout_page
