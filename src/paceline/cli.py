@@ -30,9 +30,11 @@ BENCHES = {
     "control": "cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)",
     "guard": "planted faults: is each answered by the right rung, and are clean batches left alone (estimated: 4 minutes)",
     "history": "history drafter on a second epoch: accepted length, and what its proposals cost (about 5 minutes)",
+    "fp8": "FP8 while the policy moves: tensors after each update, KV scales, what that costs (estimated: 15 minutes)",
     "drafter": "does the drafter follow the policy for free and give way at once (estimated: 25 minutes)",
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",
+    "precision": "FP8 against BF16 with and without speculation: speed, KV capacity, mismatch (estimated: 25 minutes)",
     "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 20 minutes)",
     "selector": "how fast the selector learns from nothing; what a shrinking batch does (about 17 minutes)",
     "sync": "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 2 minutes)",
@@ -119,8 +121,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=formatter,
     )
     bench.add_argument("name", choices=sorted(BENCHES))
-    bench.add_argument("overrides", nargs="*", metavar="a.b=value", help="correction, drafter, learning: settings of the runs")
-    bench.add_argument("--html", type=Path, metavar="FILE", help="rollout only: write tables and pictures as one page")
+    bench.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="correction, drafter, learning: settings of the runs; costs: precision"
+    )
+    bench.add_argument("--html", type=Path, metavar="FILE", help="rollout, precision: write tables and pictures as one page")
     bench.add_argument("--costs", type=Path, metavar="FILE", help="costs only: write a file for speculation.selector.costs")
     _add_result_options(bench)
     bench.set_defaults(command=_bench)
@@ -340,11 +344,17 @@ def _bench(options: argparse.Namespace) -> int:
         arguments["overrides"] = options.overrides
     if options.name == "costs":
         arguments["costs_file"] = options.costs
+        arguments["overrides"] = options.overrides
     result: Result = import_module(f"paceline.bench.{options.name}").run(**arguments)
     if options.html is not None and options.name == "rollout":
         from paceline.evidence.rollout_page import write_rollout_page
 
         write_rollout_page(result, options.html)
+        print(f"written: {options.html}")
+    if options.html is not None and options.name == "precision":
+        from paceline.evidence.precision_page import write_precision_page
+
+        write_precision_page(result, options.html)
         print(f"written: {options.html}")
     return _publish(result, options)
 

@@ -100,6 +100,9 @@ class LearnedDrafter(Section):
     """A speculators checkpoint (`paceline draft train` makes one), or `arena` for the one that belongs to an arena policy."""
     draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic"
     """How the drafter proposes. Probabilistic accepts clearly more at temperature 1; both are lossless."""
+    weights: Literal["full", "fp8"] = "full"
+    """Precision of the drafter's weights in engines, chosen apart from the policy's. It changes speed and acceptance, never what is
+    sampled."""
 
 
 class EagleDrafter(LearnedDrafter):
@@ -249,6 +252,10 @@ class EngineConfig(Section):
     """KV cache of one engine on the CPU. On GPUs vLLM sizes it by gpu_memory_utilization."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
+    weights: Literal["full", "fp8"] = "full"
+    """`full` is `dtype`. `fp8` quantises the policy's linear layers in blocks of 128 x 128 at every sync."""
+    kv_cache: Literal["full", "fp8"] = "full"
+    """`fp8` holds twice as many tokens; its scales are calibrated by the learner after every update (`learner.calibration`)."""
     compile: bool = False
     """Compiled steps are about twice as fast on the CPU but cost a minute or two at start."""
     start_deadline_s: float = Field(default=300, gt=0)
@@ -260,6 +267,20 @@ class EngineConfig(Section):
     @property
     def in_full_precision(self) -> EngineConfig:
         """The same without quantisation: where the guard goes when the mismatch is too large."""
+        return self.model_copy(update={"weights": "full", "kv_cache": "full"})
+
+    @model_validator(mode="after")
+    def _fp8_fits(self) -> EngineConfig:
+        if self.weights == "fp8" and self.dtype != "bfloat16":
+            raise ValueError(
+                f"rollout.engine.weights: got 'fp8' with dtype {self.dtype!r}; dtype must be 'bfloat16' because engines quantise "
+                "from it"
+            )
+        if self.weights == "fp8" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"rollout.engine.weights: got 'fp8' with tensor_parallel_size {self.tensor_parallel_size}; must be 'full' because "
+                "quantised shards cannot be checked against the reference yet"
+            )
         return self
 
 
@@ -284,6 +305,19 @@ class RolloutConfig(Section):
         return self
 
 
+class CalibrationConfig(Section):
+    """KV scales after every update, from a share of the step's own batch. Unused unless `rollout.engine.kv_cache` is fp8."""
+
+    share: float = Field(default=0.05, gt=0, le=1)
+    """Of the batch's tokens that are looked at, in whole samples: a forward pass over as many."""
+    max_tokens: int = Field(default=4096, ge=1)
+    """No more than these, however large the batch."""
+    percentile: float = Field(default=100.0, gt=0, le=100)
+    """Over tokens, of a token's largest key or value. Below 100 the largest ones saturate."""
+    margin: float = Field(default=1.25, ge=1)
+    """Room above that for tokens that were not looked at. E4M3 loses nothing by it until small values underflow."""
+
+
 class LearnerConfig(Section):
     world_size: int = Field(default=1, ge=1)
     """FSDP2 processes."""
@@ -302,6 +336,7 @@ class LearnerConfig(Section):
     microbatch_tokens: int = Field(default=8192, ge=1)
     """Padded tokens in one forward pass; bounds memory. A longer sample gets a pass of its own."""
     deadline_s: float = Field(default=600, gt=0)
+    calibration: CalibrationConfig = CalibrationConfig()
 
 
 class ObjectiveConfig(Section):

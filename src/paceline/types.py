@@ -139,6 +139,12 @@ class Sample:
             rollout_key=rollout.key,
         )
 
+    @classmethod
+    def of_prompt(cls, prompt: Prompt) -> Sample:
+        """A prompt that nobody has answered yet."""
+        tokens, nothing = prompt.token_ids, np.empty(0, np.float32)
+        return cls(token_ids=tokens, num_prompt_tokens=len(tokens), logp=nothing, advantage=0.0, policy_version=0)
+
     @property
     def num_response_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
@@ -153,6 +159,8 @@ class Receipt:
     num_tensors: int
     num_bytes: int
     seconds: float
+    scales_version: int | None = None
+    """Version of the policy that the KV scales of this push were calibrated for; None without any."""
     mismatched: tuple[str, ...] = ()
     """Tensors whose fingerprint at the far end differs from the sender's."""
     error: str | None = None
@@ -212,6 +220,10 @@ class Learner(Protocol):
 
     async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         """One policy update over all samples; returns its statistics by metric key."""
+        ...
+
+    async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
+        """Find KV scales for the current policy, `version`, from some of the samples; they are sent with its weights."""
         ...
 
     async def save(self, path: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from paceline.config import LearnerConfig, ObjectiveConfig
+from paceline.config import CalibrationConfig, LearnerConfig, ObjectiveConfig
 from paceline.policy.learner import FsdpLearner
 from paceline.types import Sample
 
@@ -39,12 +39,15 @@ def make_samples(num: int) -> list[Sample]:
 def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> None:
     """One rank's life; rank by rank the record goes to `out`."""
     config = LearnerConfig(world_size=world_size, microbatch_tokens=90, minibatches=2, learning_rate=1e-3, deadline_s=120)
+    config = config.model_copy(update={"calibration": CalibrationConfig(share=1.0)})
     objective = ObjectiveConfig(loss=loss, clip_high=0.28)  # pyright: ignore[reportArgumentType]
     learner = FsdpLearner(
         model, config, objective, temperature=0.9, seed=5, rank=rank, init_method=f"file://{out / 'meeting'}", num_threads=1
     )
     samples = make_samples(7)
     scored = learner.logp(samples, taps=(1, 2))
+    learner.calibrate(samples[:1], version=0)  # the second rank sees nothing
+    calibrated = learner.calibrate(samples, version=1)
     learner._accumulate(samples)
     gradients = {name: p.grad.full_tensor() for name, p in learner._scorer.named_parameters()}  # pyright: ignore
     learner._optimizer.zero_grad()
@@ -61,6 +64,7 @@ def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> N
         "states": {i: float(np.abs(state.taps).sum() + np.abs(state.last).sum()) for i, state in scored.states.items()},
         "metrics": metrics,
         "alone": alone,
+        "calibrated": {key: value for key, value in calibrated.items() if "scale" in key or "saturated" in key},
     }
     (out / f"rank{rank}.json").write_text(json.dumps(record))
     learner.close()
@@ -82,8 +86,8 @@ def run_group(model: Path, out: Path, world_size: int, loss: str) -> list[dict[s
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
 def test_two_ranks_do_what_one_does(tmp_path: Path, loss: str) -> None:
-    """Guards against gradients halved by FSDP2's averaging, normalisers counted per rank, samples scored twice or not at all, and
-    ranks that drift apart."""
+    """Guards against gradients halved by FSDP2's averaging, normalisers counted per rank, samples scored twice or not at all,
+    KV scales of one rank's tokens only, and ranks that drift apart."""
     torch.manual_seed(1)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -106,7 +110,7 @@ def test_two_ranks_do_what_one_does(tmp_path: Path, loss: str) -> None:
         for key in ("logp", "entropy", "rescored"):
             for expected, actual in zip(one[key], rank[key], strict=True):
                 np.testing.assert_allclose(actual, expected, atol=1e-4 if key == "rescored" else 1e-5, err_msg=key)
-        for key in ("alone", "metrics"):
+        for key in ("alone", "metrics", "calibrated"):
             assert rank[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5)
     assert two[0]["states"].keys().isdisjoint(two[1]["states"])
     assert two[0]["states"] | two[1]["states"] == pytest.approx(one["states"], rel=1e-4)

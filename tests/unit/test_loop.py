@@ -326,3 +326,40 @@ def test_the_learner_against_itself_is_measured_on_few_tokens(tmp_path):
     records, _ = simulate(tmp_path, load_config(None, SMALL), learner=Remembering())
     assert all(1 <= number <= 4 for number in seen) and len(seen) == 3
     assert records["step"][0]["metrics"]["mismatch/floor_k3"] == pytest.approx(5e-7, rel=0.01)
+
+
+class CalibratedLearner(CountingLearner):
+    """Remembers what it was calibrated on, as which version."""
+
+    calls: list
+    qk_norm: bool
+
+    def __init__(self, *, qk_norm: bool) -> None:
+        super().__init__()
+        object.__setattr__(self, "calls", [])
+        object.__setattr__(self, "qk_norm", qk_norm)
+
+    async def update(self, samples: Sequence[Sample]):
+        self.calls.append("update")
+        return await super().update(samples)
+
+    async def calibrate(self, samples: Sequence[Sample], version: int):
+        self.calls.append((version, sum(sample.num_response_tokens > 0 for sample in samples), len(samples)))
+        return {"precision/qk_norm": float(self.qk_norm), "precision/underflow_share": 0.25}
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_scales_are_calibrated_after_every_update_and_before_the_first_batch(tmp_path, qk_norm):
+    """Calibrated before the update they would be the old policy's; and version 0 needs some too."""
+    config = load_config(None, [*SMALL, "rollout.engine.kv_cache=fp8"])
+    records, learner = simulate(tmp_path, config, learner=CalibratedLearner(qk_norm=qk_norm))
+    assert learner.calls == [(0, 0, 8), "update", (1, 32, 32), "update", (2, 32, 32), "update", (3, 32, 32)]
+    assert [len(batch) for batch in learner.batches] == [32, 32, 32], "prompts that were calibrated on are sampled as well"
+    assert records["step"][-1]["metrics"]["precision/underflow_share"] == 0.25
+    warnings = [event for event in records.get("event", []) if event["what"] == "fp8_kv_cache_without_qk_norm"]
+    assert [event["underflow_share"] for event in warnings] == ([] if qk_norm else [0.25])
+
+
+def test_engines_in_full_precision_are_not_calibrated(tmp_path):
+    _, learner = simulate(tmp_path, load_config(None, SMALL), learner=CalibratedLearner(qk_norm=True))
+    assert learner.calls == ["update"] * 3

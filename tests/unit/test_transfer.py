@@ -16,8 +16,18 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.precision import KvScales, quantise_blocks
 from paceline.rollout import transfer
-from paceline.rollout.transfer import Push, PushReport, ShmReceiver, ShmSender, TensorSpec, device_fingerprint, fingerprint
+from paceline.rollout.transfer import (
+    Push,
+    PushReport,
+    ShmReceiver,
+    ShmSender,
+    TensorSpec,
+    check_precision,
+    device_fingerprint,
+    fingerprint,
+)
 from paceline.types import PushRefusedError
 
 SHM = Path("/dev/shm")
@@ -190,6 +200,43 @@ def test_entry_that_points_outside_is_refused(sender: ShmSender) -> None:
 def test_segment_that_is_not_ours_is_refused(sender: ShmSender, segment: str) -> None:
     push = sender.stage(1, weights().items())
     assert segment in refusal(replace(push, segment=segment), specs(weights()))
+
+
+def test_quantised_push_names_what_an_fp8_engine_must_hold(sender: ShmSender) -> None:
+    """Fingerprints of the reference come with the push; those of the BF16 bytes stay as they are."""
+    layer = {"model.layers.0.self_attn.o_proj.weight": torch.randn(40, 60).bfloat16(), "model.norm.weight": torch.ones(60)}
+    plain, push = sender.stage(1, layer.items()), sender.stage(1, layer.items(), quantised=True)
+    reference = quantise_blocks(layer["model.layers.0.self_attn.o_proj.weight"])
+    assert push.entries == plain.entries
+    assert push.quantised == {
+        "model.layers.0.self_attn.o_proj.weight.fp8": fingerprint(reference.codes_NK),
+        "model.layers.0.self_attn.o_proj.weight.scale": fingerprint(reference.scale),
+    }
+    assert set(push.fingerprints) == set(layer) | set(push.quantised)
+
+
+def test_scales_are_part_of_what_must_be_held_and_survive_json(sender: ShmSender) -> None:
+    scales = KvScales(version=1, q=(0.5,), k=(0.1,), v=(2.0,))
+    push = sender.stage(1, weights().items(), kv_scales=scales)
+    assert {name for name in push.fingerprints if name.startswith("kv_scales")} == set(scales.named())
+    assert Push.from_dict(json.loads(json.dumps(push.to_dict()))) == push
+
+
+@pytest.mark.parametrize(
+    ("fp8_weights", "num_kv_scales", "why"),
+    [
+        (False, 0, "weights: staged for an engine in FP8"),
+        (True, 0, "kv_scales: got 2; must be 0"),
+        (True, 3, "kv_scales: got 2; must be 3"),
+        (True, 2, "kv_scales: calibrated for version 4; must be of version 5"),
+    ],
+)
+def test_push_for_another_precision_or_with_old_scales_is_refused(fp8_weights: bool, num_kv_scales: int, why: str) -> None:
+    scales = KvScales(version=4, q=(1.0, 1.0), k=(1.0, 1.0), v=(1.0, 1.0))
+    push = Push(version=5, target="policy", segment="", entries=(), quantised={"a": "b"}, kv_scales=scales)
+    with pytest.raises(PushRefusedError, match=why):
+        check_precision(push, fp8_weights=fp8_weights, num_kv_scales=num_kv_scales)
+    check_precision(replace(push, version=4), fp8_weights=True, num_kv_scales=2)
 
 
 def test_misuse_of_stage_is_told(sender: ShmSender) -> None:

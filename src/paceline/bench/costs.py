@@ -2,6 +2,8 @@
 
 paceline bench costs --costs costs.json
 paceline train ... speculation.selector.costs=costs.json
+
+Steps in FP8 have other costs: `rollout.engine.weights=fp8 rollout.engine.kv_cache=fp8` measures those.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from statistics import median
 from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
 from paceline.bench.workload import ENGINE, arena_requests, engines
-from paceline.config import EagleDrafter, FixedSelector, SpeculationConfig
+from paceline.config import EagleDrafter, EngineConfig, FixedSelector, SpeculationConfig, load_config
 from paceline.evidence.measure import CpuTimes, Result, environment
 from paceline.rollout.stepped import Order
 from paceline.strategy.cost import CostPoint, Costs, Step, save_costs
@@ -32,6 +34,7 @@ def run(
     progress: Callable[[str], None],
     cache_root: Path,
     costs_file: Path | None = None,
+    overrides: Sequence[str] = (),
     model: str = "arena:large",
     repetitions: int = 3,
     seed: int = 0,
@@ -39,9 +42,11 @@ def run(
     model_path = resolve(model, cache_root=cache_root, progress=progress)
     drafter = resolve_drafter("arena", model, cache_root=cache_root, progress=progress)
     speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=max(LENGTHS))
+    asked = load_config(None, overrides).rollout.engine
+    config = ENGINE.model_copy(update={"weights": asked.weights, "kv_cache": asked.kv_cache})
     before = CpuTimes.now()
     cells: dict[tuple[int, int], list[Step]] = defaultdict(list)
-    with engines(model_path, [speculation], seed=seed, progress=progress) as (engine,):
+    with engines(model_path, [speculation], seed=seed, progress=progress, config=config) as (engine,):
         requests = arena_requests(model_path, num_prompts=max(BATCHES), group_size=1, max_tokens=1, seed=seed)
         order = [(batch, k) for batch in BATCHES for k in LENGTHS]
         for number in range(repetitions):
@@ -57,7 +62,7 @@ def run(
     if costs_file is not None:
         save_costs(costs_file, costs)
         progress(f"cost file: {costs_file}")
-    return _result(costs, cells, model, seed, CpuTimes.now().steal_share_since(before))
+    return _result(costs, cells, model, config, seed, CpuTimes.now().steal_share_since(before))
 
 
 def _costs(cells: dict[tuple[int, int], list[Step]]) -> Costs:
@@ -89,7 +94,9 @@ def _acceptance(steps: Sequence[Step]) -> tuple[tuple[float, ...], int]:
     return tuple(a / max(r, 1) for a, r in zip(accepted, reached, strict=True)), reached[0]
 
 
-def _result(costs: Costs, cells: dict[tuple[int, int], list[Step]], model: str, seed: int, steal_share: float) -> Result:
+def _result(
+    costs: Costs, cells: dict[tuple[int, int], list[Step]], model: str, config: EngineConfig, seed: int, steal_share: float
+) -> Result:
     rate = {cell: sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps) for cell, steps in cells.items()}
     best = {batch: max(LENGTHS, key=lambda k, batch=batch: rate[batch, k]) for batch in BATCHES}
     figures = {f"best_length_{batch}": float(k) for batch, k in best.items()}
@@ -100,7 +107,7 @@ def _result(costs: Costs, cells: dict[tuple[int, int], list[Step]], model: str, 
         figures=figures,
         spread=dict.fromkeys(figures, 0.0),
         goals={},
-        environment=environment(seeds=[seed], config={"model": model, "engine": ENGINE.model_dump(mode="json")}),
+        environment=environment(seeds=[seed], config={"model": model, "engine": config.model_dump(mode="json")}),
         details={
             "tokens_per_s": {f"batch {batch}": {str(k): rate[batch, k] for k in LENGTHS} for batch in BATCHES},
             "costs": costs.model_dump(mode="json"),

@@ -25,7 +25,7 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 
-from paceline.config import Config, EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
+from paceline.config import Config, EngineConfig, LearnedDrafter, LearnerConfig, ObjectiveConfig, SpeculationConfig
 from paceline.evidence.lossless import (
     CLASSES,
     DEVIATIONS,
@@ -225,7 +225,7 @@ async def _generate(
             config,
             seed=seed,
             cpus=sorted(os.sched_getaffinity(0)),
-            speculation=subject.speculation if speculate else None,
+            speculation=_speculation(subject, config) if speculate else None,
             trace=trace if speculate else None,
             stock_sampler=subject.without_shim and speculate,
         )
@@ -241,6 +241,14 @@ async def _generate(
             await engine.close()
         steps = read_trace(trace) if trace.is_file() else {}
     return sorted(rollouts, key=lambda rollout: rollout.key), steps
+
+
+def _speculation(subject: Subject, config: EngineConfig) -> SpeculationConfig:
+    speculation = subject.speculation
+    if config.dtype == "bfloat16" or not isinstance(speculation.drafter, LearnedDrafter):
+        return speculation
+    drafter = speculation.drafter.model_copy(update={"weights": "full"})  # vLLM quantises from BF16 only
+    return speculation.model_copy(update={"drafter": drafter})
 
 
 def read_trace(trace: Path) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -264,7 +272,8 @@ def _padded(rollouts: Sequence[Rollout], tokens: int) -> Tokens:
 
 
 def _learner_part(found: Findings, subject: Subject, effort: Effort, progress: Callable[[str], None], *, shift_logp: bool) -> None:
-    config = subject.config.rollout.engine.model_copy(update={"dtype": "float32"})
+    # Also without FP8, whose gap to the learner is not speculation's: the two engines above have it, both alike.
+    config = subject.config.rollout.engine.model_copy(update={"dtype": "float32", "weights": "full", "kv_cache": "full"})
     temperature = subject.config.rollout.temperature
     tokens = min(effort.long_tokens, subject.config.rollout.max_tokens)
     prompts = [subject.prompts[i % len(subject.prompts)] for i in range(effort.long_rollouts)]

@@ -158,6 +158,9 @@ class SimulatedLearner:
         await asyncio.sleep(self.seconds_per_token * sum(len(sample.token_ids) for sample in samples))
         return {"policy/loss": 0.0}
 
+    async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
+        return {"precision/qk_norm": 1.0, "precision/underflow_share": 0.0}
+
     async def save(self, path: str) -> None:
         return
 

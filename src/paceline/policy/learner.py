@@ -41,9 +41,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from paceline.config import LearnerConfig, ObjectiveConfig
+from paceline.config import CalibrationConfig, LearnerConfig, ObjectiveConfig
 from paceline.policy.batch import Batch, make_batch, plan_passes
+from paceline.policy.calibration import Calibration, calibration_metrics, choose, has_qk_norm, scales_of
 from paceline.policy.objective import LossSums, loss_normaliser, policy_loss
+from paceline.precision import KvScales
 from paceline.types import Floats, Sample
 
 _CHUNK_ELEMENTS = 1 << 26
@@ -150,6 +152,8 @@ class FsdpLearner:
         self._seed = seed
         self._num_updates = 0
         self._num_steps = 0
+        self.kv_scales: KvScales | None = None
+        """For an FP8 KV cache; None before the first `calibrate`."""
         self._device = _prepare_device(rank, seed, num_threads)
         policy, self._names = _load_policy(self._path)
         _join(config, rank, self._device, init_method)
@@ -221,6 +225,35 @@ class FsdpLearner:
             "policy/ratio_mean": sums.ratio / count,
             "policy/k1": sums.k1 / count,
             "policy/k3": sums.k3 / count,
+        }
+
+    def calibrate(self, samples: Sequence[Sample], version: int, settings: CalibrationConfig | None = None) -> dict[str, float]:
+        """Find the KV scales of the policy as it is now, from some of the samples; `kv_scales` holds them afterwards, as `version`.
+
+        Returns metrics, the same on every rank. `saturated_share` is what the scales in use until now would have cut off.
+        """
+        self._check(samples)
+        lengths = [len(sample.token_ids) for sample in samples]
+        settings = settings or self._config.calibration
+        chosen = choose(lengths, settings, np.random.default_rng((self._seed, version)))
+        seen = Calibration(len(self._layers), settings, self.kv_scales)
+        picked = [samples[i] for i in chosen]
+        for batch in self._passes(picked):
+            length_B = torch.tensor([len(picked[i].token_ids) for i in batch.indices] or [0], device=self._device)
+            valid_BS = torch.arange(batch.input_ids_BS.shape[1], device=self._device) < length_B[:, None]
+            with torch.no_grad(), seen.listen(self._scorer.policy, valid_BS):
+                self._scorer(batch.input_ids_BS, batch.position_N[:1], batch.target_N[:1])
+        self._root.reshard()
+        amax_3L = seen.amax().to(self._device)
+        sums_3L = torch.stack([seen.saturated_L, seen.underflow_L, seen.count_L]).to(self._device)
+        if self._world_size > 1:
+            dist.all_reduce(amax_3L, dist.ReduceOp.MAX)
+            dist.all_reduce(sums_3L)
+        known = self.kv_scales is not None
+        self.kv_scales = scales_of(amax_3L, settings.margin, version)
+        return calibration_metrics(self.kv_scales, sums_3L, known=known) | {
+            "precision/qk_norm": float(has_qk_norm(self._layers[0])),
+            "precision/calibration_tokens": float(sum(lengths[i] for i in chosen)),
         }
 
     def weight_metadata(self, dtype: torch.dtype) -> tuple[WeightSpec, ...]:

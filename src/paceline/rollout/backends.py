@@ -24,8 +24,22 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
-from paceline.rollout.transfer import Push, PushReport, ShmReceiver, Target, TensorSpec, fingerprint, inventory
+from paceline.precision import KvScales
+from paceline.rollout.transfer import (
+    Push,
+    PushReport,
+    ShmReceiver,
+    Target,
+    TensorSpec,
+    check_precision,
+    fingerprint,
+    inventory,
+    quantised_fingerprints,
+    scale_fingerprint,
+)
 from paceline.types import PacelineError, PushRefusedError
 
 if TYPE_CHECKING:
@@ -56,6 +70,8 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     target: Target
     segment: str
     entries: list[dict[str, Any]]
+    quantised: dict[str, str]
+    kv_scales: dict[str, Any] | None
 
 
 class ShmWeightTransferEngine(_HeldWeights):
@@ -82,6 +98,9 @@ class ShmWeightTransferEngine(_HeldWeights):
 
         push = Push.from_dict(vars(update_info))
         started_s = time.monotonic()
+        if push.target == "policy":
+            fp8_weights = any(True for _ in _quantised_layers(self.model))
+            check_precision(push, fp8_weights=fp8_weights, num_kv_scales=len(_scaled_attention(self.model)))
         weights = self._receiver.check(push, self._inventory())
         self._loading = (push, started_s, time.monotonic())
         self.weights_unknown = True
@@ -96,9 +115,14 @@ class ShmWeightTransferEngine(_HeldWeights):
         push, started_s, verified_s = self._loading
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_heads(self.model)
+        held = {entry.name: entry.fingerprint for entry in push.entries}  # as found here: `check` raises when one differs
+        if push.kv_scales is not None:
+            set_kv_scales(self.model, push.kv_scales)
+        if push.target == "policy":
+            held |= _held_quantised(self.model) | _held_kv_scales(self.model)
         self.applied[push.target] = PushReport(
             version=push.version,
-            fingerprints=push.fingerprints,  # as found here: `check` raises when one differs
+            fingerprints=held,
             verify_s=verified_s - started_s,
             load_s=time.monotonic() - verified_s,
         )
@@ -134,6 +158,83 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
         tied = any(head.weight is embedding.weight for embedding in embeddings)
         if tied and isinstance(head.quant_method, UnquantizedEmbeddingMethod):
             head.quant_method.process_weights_after_loading(head)  # does nothing on a GPU
+
+
+def _quantised_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
+
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase) and isinstance(module.quant_method, Fp8PerBlockOnlineLinearMethod):
+            yield name, module
+
+
+def held_fp8(worker: Worker) -> dict[str, str]:
+    model = worker.get_model()
+    return _held_quantised(model) | _held_kv_scales(model)
+
+
+def plant_fault(worker: Worker, kind: str) -> None:
+    """One bit of one layer (`weight`), one block's scale (`scale`), or the KV scales that a reload leaves (`kv_scales`)."""
+    model = worker.get_model()
+    _, layer = next(_quantised_layers(model))
+    if kind == "weight":
+        cast("torch.Tensor", layer.weight).data.view(torch.uint8)[0, 0] ^= 1
+    elif kind == "scale":
+        cast("torch.Tensor", layer.weight_scale_inv).data[0, 0] *= 2
+    elif kind == "kv_scales":
+        ones = (1.0,) * len(_scaled_attention(model))
+        set_kv_scales(model, KvScales(version=0, q=ones, k=ones, v=ones))
+    else:
+        raise ValueError(f"kind: got {kind!r}; must be weight, scale or kv_scales")
+
+
+def _held_quantised(model: torch.nn.Module) -> dict[str, str]:
+    """Fingerprints of every FP8 layer, from the memory that its kernel reads."""
+    held: dict[str, str] = {}
+    for name, module in _quantised_layers(model):
+        codes, scale = module.weight, module.weight_scale_inv
+        assert isinstance(codes, torch.Tensor) and isinstance(scale, torch.Tensor)
+        held |= quantised_fingerprints(name, _unpacked(codes) if codes.device.type == "cpu" else codes, scale)
+    return held
+
+
+def _unpacked(packed_NK: torch.Tensor) -> torch.Tensor:
+    """The codes of an FP8 layer on the CPU in the order of the matrix. There vLLM packs them for AMX tiles, 32 rows by pairs of
+    columns, and keeps nothing else; tests/engine/test_fp8.py fails if it packs them otherwise."""
+    num_rows, num_columns = packed_NK.shape
+    tiles = packed_NK.detach().view(torch.uint8).view(num_rows // 32, num_columns // 2, 32, 2)
+    return tiles.transpose(1, 2).reshape(num_rows, num_columns).view(packed_NK.dtype)
+
+
+def set_kv_scales(model: torch.nn.Module, scales: KvScales) -> None:
+    """Put scales where attention kernels read them: some from a tensor, some from a number beside it. A reload has set them to 1.
+
+    The KV cache must be empty or computed anew: what lies in it was written with the old scales (`VllmEngine.on_new_weights`)."""
+    for layer, attention in _scaled_attention(model):
+        for part, scale in (("q", scales.q[layer]), ("k", scales.k[layer]), ("v", scales.v[layer])):
+            getattr(attention, f"_{part}_scale").fill_(scale)
+            setattr(attention, f"_{part}_scale_float", scale)
+        attention._k_scale_cpu.fill_(scales.k[layer])
+        attention._v_scale_cpu.fill_(scales.v[layer])
+
+
+def _held_kv_scales(model: torch.nn.Module) -> dict[str, str]:
+    """Fingerprints of the scales, read back from both places; where the two differ it is neither's."""
+    held: dict[str, str] = {}
+    for layer, attention in _scaled_attention(model):
+        for part in "qkv":
+            places = (float(getattr(attention, f"_{part}_scale")), getattr(attention, f"_{part}_scale_float"))
+            held[f"kv_scales.layers.{layer}.{part}"] = "+".join(sorted({scale_fingerprint(scale) for scale in places}))
+    return held
+
+
+def _scaled_attention(model: torch.nn.Module) -> list[tuple[int, Any]]:
+    """Attention layers whose KV cache is in FP8, by their place in the model."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    layers = (module for module in model.modules() if isinstance(module, Attention))
+    return [(extract_layer_index(layer.layer_name), layer) for layer in layers if is_quantized_kv_cache(layer.kv_cache_dtype)]
 
 
 def receive_push(worker: Worker, push: Push) -> PushReport:

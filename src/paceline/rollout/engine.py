@@ -30,9 +30,10 @@ import numpy as np
 import psutil
 
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.precision import ROUTERS
 from paceline.rollout import compat
 from paceline.rollout.sampler import refuse_lossy
-from paceline.rollout.speculation import Speculation, check_drafter, scheduler_class, speculative_config
+from paceline.rollout.speculation import FP8_WEIGHTS, Speculation, check_drafter, scheduler_class, speculative_config
 from paceline.types import EngineLostError, PacelineError, Receipt, Rollout, RolloutRequest
 
 if TYPE_CHECKING:
@@ -389,7 +390,7 @@ def engine_args(model_path: Path, config: EngineConfig, seed: int, speculation: 
     """The settings of the engine in vLLM's own words."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    cpu = _on_cpu()
+    cpu, fp8 = _on_cpu(), config.weights == "fp8"
     args = AsyncEngineArgs(
         model=str(model_path),
         skip_tokenizer_init=True,  # token ids in, token ids out
@@ -401,6 +402,10 @@ def engine_args(model_path: Path, config: EngineConfig, seed: int, speculation: 
         enforce_eager=not config.compile,
         kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) if cpu else None,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        quantization=FP8_WEIGHTS if fp8 else None,
+        # Besides what vLLM leaves alone by itself: embeddings, norms and the output head.
+        quantization_config={"ignore": [f"*.{router}" for router in ROUTERS]} if fp8 else None,
+        kv_cache_dtype="fp8" if config.kv_cache == "fp8" else "auto",
         enable_sleep_mode=not cpu,
         enable_prefix_caching=True,  # the rollouts of a group share their prompt
         # On the CPU, vLLM 0.32 dies ("CPU Generator does not use offset") when the prefill of a seeded request is cut in two.

@@ -8,6 +8,9 @@ from typing import Any
 
 from paceline.config import EagleDrafter, EngineConfig, HistoryDrafter, NgramDrafter, ParallelDrafter, SpeculationConfig
 
+FP8_WEIGHTS = "fp8_per_block"
+"""vLLM's name for what `precision.quantise_blocks` does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
@@ -42,7 +45,8 @@ def speculative_config(config: SpeculationConfig, engine: EngineConfig) -> dict[
         case HistoryDrafter():
             return settings | {"method": "custom_class", "model": "paceline.rollout.proposer.HistoryProposer"}
         case EagleDrafter(kind=method, path=path, draft_sampling=how) | ParallelDrafter(kind=method, path=path, draft_sampling=how):
-            return settings | {"method": method, "model": path, "draft_sample_method": how}
+            quantised = {"quantization": FP8_WEIGHTS} if config.drafter.weights == "fp8" else {}
+            return settings | {"method": method, "model": path, "draft_sample_method": how} | quantised
 
 
 def scheduler_class(config: SpeculationConfig, *, cpu: bool) -> str:

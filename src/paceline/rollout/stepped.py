@@ -79,9 +79,9 @@ class SteppedEngine:
         self._process.start()
         theirs.close()
 
-    def wait(self) -> None:
-        """Until it can generate."""
-        assert self._answer() == "ready"
+    def wait(self) -> int:
+        """Until it can generate; the number of tokens that its KV cache holds."""
+        return self._answer()
 
     def run(self, order: Order) -> Batch:
         (batch,) = lockstep([(self, order)])
@@ -151,7 +151,9 @@ def _serve(
     settings.worker_extension_cls = ""
     settings.weight_transfer_config = None
     llm = LLM(**{field.name: getattr(settings, field.name) for field in fields(EngineArgs)})
-    pipe.send("ready")
+    cache = llm.llm_engine.vllm_config.cache_config
+    assert cache.num_gpu_blocks is not None
+    pipe.send(cache.num_gpu_blocks * cache.block_size)
     selectors: dict[str, Selector] = {}
     stop_token_ids = end_tokens(model_path)
     while (order := pipe.recv()) is not None:

@@ -7,8 +7,11 @@
 
 Every tensor has a fingerprint over its bytes, dtype and shape, taken by the sender and again at the far end. A push in which one
 tensor is unknown, missing, misshapen, damaged or not finite is refused by that tensor's name, and the engine keeps the version
-that it had. There is one segment per target, so the drafter is a second session over the same wire; an engine in FP8 gets the same
-BF16 bytes and quantises them as it loads.
+that it had. There is one segment per target, so the drafter is a second session over the same wire.
+
+An engine in FP8 gets the same BF16 bytes and quantises them as it loads. The sender quantises them too, by the reference in
+precision.py, and sends fingerprints of what must come out; an engine with an FP8 KV cache also gets its scales. What the engine
+then holds is read from where its kernels read it, and compared with the sender's like every other fingerprint.
 
 The segment is reused: `stage` must not run before every engine has answered to the push before. An engine that reads while it is
 overwritten sees wrong fingerprints and refuses.
@@ -31,7 +34,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -40,6 +43,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from paceline.precision import KvScales, LayerStacker, quantise_blocks
 from paceline.types import PacelineError, PushRefusedError, Receipt
 
 Target = Literal["policy", "drafter"]
@@ -107,6 +111,10 @@ class Push:
     segment: str
     """Name of the file in /dev/shm."""
     entries: tuple[TensorEntry, ...]
+    quantised: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of what an FP8 engine must make of it: weight and scales of every quantised layer. Empty for other engines."""
+    kv_scales: KvScales | None = None
+    """For an engine with an FP8 KV cache."""
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +122,10 @@ class Push:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        return {entry.name: entry.fingerprint for entry in self.entries}
+        """Of everything that the engine must hold after this push."""
+        scales = {} if self.kv_scales is None else self.kv_scales.named()
+        arrived = {entry.name: entry.fingerprint for entry in self.entries}
+        return arrived | dict(self.quantised) | {name: scale_fingerprint(scale) for name, scale in scales.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only: vLLM's rpc carries no classes without pickle."""
@@ -123,7 +134,15 @@ class Push:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Push:
         entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in plain["entries"])
-        return cls(version=plain["version"], target=plain["target"], segment=plain["segment"], entries=entries)
+        scales = plain["kv_scales"]
+        return cls(
+            version=plain["version"],
+            target=plain["target"],
+            segment=plain["segment"],
+            entries=entries,
+            quantised=plain["quantised"],
+            kv_scales=None if scales is None else KvScales(version=scales["version"], **{x: tuple(scales[x]) for x in "qkv"}),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +154,7 @@ class PushReport:
     refused: str | None = None
     """Why the push was refused; None when it was applied."""
     fingerprints: Mapping[str, str]
-    """Of every tensor of this push that the model holds now; empty after a refusal."""
+    """Of everything of this push that the model holds now, quantised layers and KV scales included; empty after a refusal."""
     verify_s: float = 0.0
     load_s: float = 0.0
     """vLLM's own loading: packing, quantising, copying into place."""
@@ -177,6 +196,16 @@ def device_fingerprint(tensor: torch.Tensor) -> str:
     return _seal(xxhash.xxh3_128(sums), _dtype_name(tensor.dtype), tensor.shape)
 
 
+def scale_fingerprint(scale: float) -> str:
+    """Its bits as a float32."""
+    return np.float32(scale).tobytes().hex()
+
+
+def quantised_fingerprints(layer: str, codes_NK: torch.Tensor, scale: torch.Tensor) -> dict[str, str]:
+    """Of one quantised layer, under names that no tensor of a checkpoint has."""
+    return {f"{layer}.weight.fp8": fingerprint(codes_NK), f"{layer}.weight.scale": fingerprint(scale)}
+
+
 def mismatched(sent: Mapping[str, str], held: Mapping[str, str]) -> tuple[str, ...]:
     """Names of tensors that are not held, or held with another fingerprint than the sender's, or held without having been sent."""
     return tuple(sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name)))
@@ -212,10 +241,19 @@ class ShmSender:
         self._segments: dict[Target, _Segment] = {}
         self._threads = ThreadPoolExecutor(_num_threads(), thread_name_prefix="paceline-stage")
 
-    def stage(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], target: Target = "policy") -> Push:
+    def stage(
+        self,
+        version: int,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        target: Target = "policy",
+        *,
+        quantised: bool = False,
+        kv_scales: KvScales | None = None,
+    ) -> Push:
         """Copy every tensor into the segment, in the dtype in which it comes, and fingerprint it on the way.
 
-        At most a few tensors are held at a time, so gathering them one by one from shards costs the memory of a few.
+        At most a few tensors are held at a time, so gathering them one by one from shards costs the memory of a few. `quantised`
+        is for engines in FP8, and `kv_scales` for those with an FP8 KV cache.
         """
         if version < 0:
             raise ValueError(f"version: got {version}; must be 0 or more because versions count policy updates")
@@ -225,16 +263,27 @@ class ShmSender:
         segment.rewind()
         entries: list[TensorEntry] = []
         pending: deque[Future[TensorEntry]] = deque()
+        stacker = LayerStacker()
+        references: list[Future[dict[str, str]]] = []
         for name, tensor in weights:
             num_bytes = tensor.numel() * tensor.element_size()
             offset, room = segment.reserve(num_bytes)
             pending.append(self._threads.submit(_stage_tensor, name, tensor, offset, room))
+            if quantised and (layer := stacker.add(name, tensor)) is not None:
+                references.append(self._threads.submit(_reference, *layer))
             if len(pending) > 4:
                 entries.append(pending.popleft().result())
         entries.extend(future.result() for future in pending)
         if not entries:
             raise ValueError("weights: got no tensor; must be the whole model because an engine refuses a part of it")
-        return Push(version=version, target=target, segment=segment.name, entries=tuple(entries))
+        return Push(
+            version=version,
+            target=target,
+            segment=segment.name,
+            entries=tuple(entries),
+            quantised={name: value for reference in references for name, value in reference.result().items()},
+            kv_scales=kv_scales,
+        )
 
     def close(self) -> None:
         """Remove the segments. Engines that still map one keep the memory alive until they map another or end."""
@@ -343,6 +392,11 @@ def _stage_tensor(name: str, tensor: torch.Tensor, offset: int, room: Bytes) -> 
     return TensorEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=offset, num_bytes=len(room), fingerprint=sealed)
 
 
+def _reference(layer: str, weight_NK: torch.Tensor) -> dict[str, str]:
+    quantised = quantise_blocks(weight_NK)
+    return quantised_fingerprints(layer, quantised.codes_NK, quantised.scale)
+
+
 # The receiving end
 
 
@@ -409,6 +463,24 @@ def inventory(checkpoint: str | Path) -> dict[str, TensorSpec]:
             if name != "__metadata__":
                 specs[name] = TensorSpec(_dtype_name(_SAFETENSORS_DTYPES[tensor["dtype"]]), tuple(tensor["shape"]))
     return specs
+
+
+def check_precision(push: Push, *, fp8_weights: bool, num_kv_scales: int) -> None:
+    """Refuse a policy that was staged for engines of another precision, and scales that belong to other weights.
+
+    `num_kv_scales` is the number of layers with an FP8 KV cache.
+    """
+    if fp8_weights != bool(push.quantised):
+        precision = "FP8" if push.quantised else "full precision"
+        raise PushRefusedError(f"weights: staged for an engine in {precision}, which this one is not")
+    scales = push.kv_scales
+    if (num_sent := 0 if scales is None else len(scales.k)) != num_kv_scales:
+        raise PushRefusedError(f"kv_scales: got {num_sent}; must be {num_kv_scales}, one for each layer with an FP8 KV cache")
+    if scales is not None and scales.version != push.version:
+        raise PushRefusedError(
+            f"kv_scales: calibrated for version {scales.version}; must be of version {push.version}, because other weights "
+            "have other keys"
+        )
 
 
 def _check_inventory(push: Push, expected: Mapping[str, TensorSpec]) -> None:
@@ -523,6 +595,7 @@ async def deliver(engine: PushTarget, push: Push) -> Receipt:
             num_tensors=len(push.entries),
             num_bytes=push.num_bytes,
             seconds=time.monotonic() - started_s,
+            scales_version=None if push.kv_scales is None else push.kv_scales.version,
             mismatched=names,
             error=error,
             lost=lost,

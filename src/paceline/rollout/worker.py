@@ -47,6 +47,14 @@ class WorkerExtension:
         """The last applied `transfer.PushReport` of each target; raises when a failed push left the weights unknown."""
         return {target: report.to_dict() for target, report in backends.applied(cast("Worker", self)).items()}
 
+    def held_fp8(self) -> dict[str, str]:
+        """Fingerprints of the policy's quantised layers and KV scales, taken now from the memory that its kernels read."""
+        return backends.held_fp8(cast("Worker", self))
+
+    def plant_fault(self, kind: str) -> None:
+        """Damage the policy on purpose (`backends.plant_fault`), to see whether it is found."""
+        backends.plant_fault(cast("Worker", self), kind)
+
     def drafter_figures(self) -> dict[str, float]:
         """What the history drafter counts (`proposer.FIGURES`); nothing for other drafters."""
         worker = cast("Worker", self)

@@ -160,7 +160,7 @@ class LearnerActor:
         temperature: float,
         seed: int,
         meeting_place: str | None,
-        wire_dtype: torch.dtype,
+        engine: EngineConfig,
         num_threads: int | None,
         cores: Sequence[int] | None,
         hand_over: HandOverSettings | None,
@@ -177,7 +177,8 @@ class LearnerActor:
             init_method=meeting_place,
             num_threads=num_threads,
         )
-        self._wire_dtype = wire_dtype
+        self._wire_dtype = getattr(torch, engine.dtype)
+        self._engine = engine
         self._sender = ShmSender() if self._rank == 0 and not torch.cuda.is_available() else None
         self._hand_over = None if hand_over is None else HandOver(self._learner, hand_over, rank=self._rank, seed=seed)
 
@@ -189,11 +190,19 @@ class LearnerActor:
     def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         return self._learner.update(samples)
 
+    def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
+        return self._learner.calibrate(samples, version)
+
+    def stage_for(self, engine: EngineConfig) -> None:
+        """From now on for engines of this precision."""
+        self._engine = engine
+
     def stage(self, version: int) -> Push | None:
         """Put the policy onto the wire; every rank takes part in gathering it, rank 0 sends."""
         weights = self._learner.weights(self._wire_dtype)
         if self._sender is not None:
-            return self._sender.stage(version, weights)
+            scales = self._learner.kv_scales if self._engine.kv_cache == "fp8" else None
+            return self._sender.stage(version, weights, quantised=self._engine.weights == "fp8", kv_scales=scales)
         take_part(weights)
         return None
 
@@ -340,7 +349,6 @@ class RemoteLearner:
         self,
         model_path: str,
         config: Config,
-        wire_dtype: torch.dtype,
         num_threads: int | None,
         cores: Sequence[int] | None = None,
         hand_over: HandOverSettings | None = None,
@@ -354,7 +362,7 @@ class RemoteLearner:
             config.rollout.temperature,
             config.run.seed,
             meeting_place,
-            wire_dtype,
+            config.rollout.engine,
             num_threads,
             cores,
             hand_over,
@@ -368,6 +376,12 @@ class RemoteLearner:
 
     async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         return await self._all("update", list(samples))
+
+    async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
+        return await self._all("calibrate", list(samples), version)
+
+    async def stage_for(self, engine: EngineConfig) -> None:
+        await self._all("stage_for", engine)
 
     async def stage(self, version: int) -> Push:
         return await self._all("stage", version)
@@ -540,6 +554,7 @@ class Cluster:
         """Start every engine again, in full precision or as configured. One that does not come back refuses the push that follows,
         which is when the fleet goes on without it."""
         chosen = config.in_full_precision if raised else config
+        await self.learner.stage_for(chosen)
         await asyncio.gather(*(engine.restart(chosen) for engine in self.engines), return_exceptions=True)
 
 
@@ -547,6 +562,7 @@ class Cluster:
 async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Cluster]:
     """Place and start every process of a run; all of them are gone when the context ends."""
     directory = _training_directory(config)
+    _check_precision(config)
     with _ray(config, directory):
         if directory is not None:
             config = _with_own_ends(config, model_path, directory)
@@ -574,11 +590,10 @@ async def _start_actors(
         engine.start(str(model_path), config.run.seed * 1000 + index, shares[index], config.speculation)
         for index, engine in enumerate(engines)
     ]
-    wire_dtype = getattr(torch, config.rollout.engine.dtype)
     threads = None if gpu else config.learner.cpus or max(1, len(cores) // config.learner.world_size)
     learner_cores = None if gpu or config.learner.cpus is None else cores[: config.learner.cpus * config.learner.world_size]
     hand_over = None if directory is None else _hand_over(config, model_path, directory)
-    await asyncio.gather(*starting, learner.start(str(model_path), config, wire_dtype, threads, learner_cores, hand_over))
+    await asyncio.gather(*starting, learner.start(str(model_path), config, threads, learner_cores, hand_over))
     if gpu:
         await learner.open_nccl(engines, config.rollout.engine.tensor_parallel_size)
         return Cluster(engines, learner, NcclSender(learner, engines), None, ())
@@ -633,6 +648,15 @@ def _with_own_ends(config: Config, model_path: Path, directory: Path) -> Config:
     path = with_own_ends(checkpoint, directory / "drafter", model_path=model_path, dtype=dtype)
     drafter = speculation.drafter.model_copy(update={"path": str(path)})
     return config.model_copy(update={"speculation": speculation.model_copy(update={"drafter": drafter})})
+
+
+def _check_precision(config: Config) -> None:
+    for name in ("weights", "kv_cache"):
+        if torch.cuda.is_available() and getattr(config.rollout.engine, name) == "fp8":
+            raise PacelineError(
+                f"rollout.engine.{name}: must be full on GPUs because KV scales and fingerprints of the reference do not go over "
+                "NCCL yet, and an engine in FP8 is not used unchecked"
+            )
 
 
 def _trained_drafter(config: Config) -> tuple[SpeculationConfig, Path]:

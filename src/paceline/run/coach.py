@@ -183,9 +183,12 @@ class Coach:
         await self.close_phase()
         self._update_cost_s += _now_s() - began_s
 
-    async def publish(self) -> None:
-        """After the policy's sync: send out a drafter that was found better, and look after one that was lost."""
+    async def publish(self, *, restarted: bool = False) -> None:
+        """After the policy's sync: send out a drafter that was found better. Engines that were restarted have the first one again
+        and get the last that was published."""
         self._lost.synced()
+        if restarted and self._published and not self._off:
+            await self._send(self._published, None)
         number = self._exchange.round()
         verdict = self._exchange.verdict(number)
         if self._off or verdict is None or number == self._judged:

@@ -98,6 +98,9 @@ class Journal:
         self.metrics.add("sync/failed", Sum(sum(not receipt.ok for receipt in receipts)))
         self.metrics.add("sync/bytes", Max(max(receipt.num_bytes for receipt in receipts)))
         self.metrics.add("sync/seconds", Max(max(receipt.seconds for receipt in receipts)))
+        ages = [version - receipt.scales_version for receipt in receipts if receipt.scales_version is not None]
+        if ages:
+            self.metrics.add("sync/scale_age", Max(max(ages)))
 
     def mismatch(self, *, counts: Sequence[int], engines: Mapping[str, float], worst: Sequence[Mapping[str, object]]) -> None:
         """Tokens by log-ratio (the bins are correction.HISTOGRAM_EDGES), k3 of each engine, and the worst tokens."""

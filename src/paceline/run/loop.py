@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from paceline.config import Config
@@ -31,6 +31,8 @@ from paceline.run.fleet import Batch, Fleet, Sampling
 from paceline.run.journal import Journal, Rewards
 from paceline.run.watch import Watch
 from paceline.types import Engine, Group, Learner, PacelineError, Prompt, Sample, Sender
+
+_WITHOUT_QK_NORM = "nothing bounds its keys: watch the mismatch, and above a share of about 0.2 keep kv_cache full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ async def train(parts: Parts, config: Config, recorder: Recorder, *, save_to: st
     fleet = Fleet(parts.engines, slots=slots, on_lost=journal.engine_lost, on_progress=journal.progress, lending=coach)
     async with coach.conduct(journal, fleet.lose) if coach is not None else nullcontext(), fleet:
         run = _Run(parts, config, journal, fleet, save_to=None if save_to is None else Path(save_to).parent)
+        if config.rollout.engine.kv_cache == "fp8":
+            await run.calibrate_on_prompts()
         await run.sync()
         await run.evaluate()
         for step in range(1, config.run.steps + 1):
@@ -83,6 +87,7 @@ class _Run:
         can_raise = parts.raise_precision is not None
         self.watch = Watch(config, parts.learner, journal, can_raise=can_raise, save_to=save_to)
         self.version = 0
+        self.prompts = parts.prompts
         self.batches: deque[Batch] = deque()
 
     async def one_step(self) -> None:
@@ -105,17 +110,20 @@ class _Run:
                 for key, value in (await learner.update(samples)).items():
                     add(key, Mean(value))
                 self.version += 1
+            if self.config.rollout.engine.kv_cache == "fp8":
+                await self.calibrate(samples)
         if self.parts.coach is not None:
             with stage("draft"):
                 await self.parts.coach.inline()
         with stage("sync"):
             if self.parts.coach is not None:
                 await self.parts.coach.close_phase()
-            if decision.precision is not None and self.parts.raise_precision is not None:
+            restarts = decision.precision is not None and self.parts.raise_precision is not None
+            if restarts:
                 await self.parts.raise_precision(decision.precision == "raise")
             await self.sync()  # without an update this is the same version again: what a broken sync needs
             if self.parts.coach is not None:
-                await self.parts.coach.publish()
+                await self.parts.coach.publish(restarted=restarts)
 
     async def generate(self) -> list[Group]:
         """The oldest batch; engines that have nothing left to do for it may be lent."""
@@ -135,7 +143,7 @@ class _Run:
         sampling = Sampling(group_size=rollout.group_size, temperature=rollout.temperature, max_tokens=rollout.max_tokens)
         wanted = min(1 + run.lag, run.steps - self.journal.step + 1)
         while len(self.batches) < wanted:
-            prompts = list(islice(self.parts.prompts, rollout.prompts_per_step))
+            prompts = list(islice(self.prompts, rollout.prompts_per_step))
             self.batches.append(self.fleet.open(prompts, sampling))
 
     def make_samples(self, groups: Sequence[Group], rewards: Rewards) -> list[Sample]:
@@ -148,6 +156,23 @@ class _Run:
                 group_advantages = advantages(group_rewards, self.config.objective.advantage)
                 samples += [Sample.of(r, float(a)) for r, a in zip(group.rollouts, group_advantages, strict=True)]
         return samples
+
+    async def calibrate(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+        """KV scales of this version; they go out with the weights, which are refused without."""
+        with self.journal.stage("calibrate"):
+            found = await self.parts.learner.calibrate(samples, self.version)
+        for key, value in found.items():
+            self.journal.metrics.add(key, Mean(value))
+        return found
+
+    async def calibrate_on_prompts(self) -> None:
+        """The first policy's scales, from the prompts of the first batch: nothing has been sampled yet."""
+        first = list(islice(self.prompts, self.config.rollout.prompts_per_step))
+        self.prompts = chain(first, self.prompts)
+        found = await self.calibrate([Sample.of_prompt(prompt) for prompt in first])
+        if not found["precision/qk_norm"]:
+            share = round(found["precision/underflow_share"], 4)
+            self.journal.event("fp8_kv_cache_without_qk_norm", underflow_share=share, advice=_WITHOUT_QK_NORM)
 
     async def sync(self) -> None:
         """Push the policy. A push that was refused is tried once more; an engine that cannot follow is not used any more."""
