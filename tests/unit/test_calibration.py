@@ -91,7 +91,7 @@ def test_scales_follow_an_update(learner: FsdpLearner) -> None:
     assert learner.kv_scales is not None and old is not None
     assert learner.kv_scales.k != old.k
     assert metrics["precision/saturated_share"] <= 0.01
-    assert metrics["precision/k_scale/1"] == learner.kv_scales.k[1]
+    assert metrics["kv/scale_k/1"] == learner.kv_scales.k[1]
 
 
 def test_saturation_is_that_of_the_scales_in_use(learner: FsdpLearner) -> None:

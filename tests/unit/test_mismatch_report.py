@@ -19,8 +19,8 @@ def recorded(directory: Path, *, steps: int = 12, histogram: bool = True, guard:
         if guard:
             metrics["guard/rung"] = (step - 1) % 6
         if scales:
-            metrics |= {f"kv/scale_k/{layer}": 0.01 * (layer + 1) for layer in range(12)} | {"kv/capacity_tokens": 81920}
-            metrics |= {f"kv/saturation_v/{layer}": 0.02 * (layer == 10) for layer in range(12)}
+            metrics |= {f"kv/scale_k/{layer}": 0.01 * (layer + 1) for layer in range(12)}
+            metrics |= {f"kv/saturation/{layer}": 0.02 * (layer == 10) for layer in range(12)}
         if histogram:
             counts = np.histogram(random.normal(0, 0.05, 1000).tolist() + [1.5] * 10, HISTOGRAM_EDGES)[0].tolist()
             engines = {"engine-0": 1e-3, "engine-1": 1e-3}
@@ -44,8 +44,8 @@ def test_the_layer_that_saturates_is_named(tmp_path: Path) -> None:
     """Layer 10 comes after layer 2: in the order of text it would be another one."""
     with drawing():
         scale, saturation = scale_panels(recorded(tmp_path / "run"))
-    assert "0.12 (k of layer 11)" in scale.title and "81,920 tokens" in scale.note
-    assert "2.0 % (v of layer 10)" in saturation.title
+    assert "0.12 (k of layer 11)" in scale.title
+    assert "2.0 % (layer 10)" in saturation.title
 
 
 def test_a_run_that_recorded_less_has_fewer_pictures(tmp_path: Path) -> None:

@@ -181,9 +181,12 @@ def _histogram_panel(mismatches: Sequence[Mapping[str, Any]]) -> Panel:
 # Scales.
 
 
+_TENSORS = (("k", "keys", BLUE), ("v", "values", ORANGE), ("q", "queries", GREEN), ("", "keys and values", BLUE))
+
+
 def _by_layer(run: RecordedRun, what: str) -> dict[str, list[tuple[str, Floats]]]:
-    """Series over the steps by tensor (q, k, v), in the order of the layers."""
-    pattern = re.compile(rf"kv/{what}_([qkv])/(.+)")
+    """Series over the steps by tensor (q, k, v, or "" for keys and values together), in the order of the layers."""
+    pattern = re.compile(rf"kv/{what}_?([qkv]?)/(.+)")
     keys = sorted({key for metrics in run.metrics for key in metrics if pattern.fullmatch(key)}, key=_natural)
     found: dict[str, list[tuple[str, Floats]]] = {}
     for key in keys:
@@ -202,7 +205,7 @@ def _layers_panel(run: RecordedRun, what: str, title: str, found: Mapping[str, S
     figure = new_figure(2.5, width=4.6)
     axes = figure.add_subplot()
     highest, where = -np.inf, ""
-    for name, colour in zip("kvq", (BLUE, ORANGE, GREEN), strict=True):
+    for name, label, colour in _TENSORS:
         if name not in found:
             continue
         values = np.stack([series for _, series in found[name]])
@@ -210,10 +213,9 @@ def _layers_panel(run: RecordedRun, what: str, title: str, found: Mapping[str, S
             continue
         layer = int(np.nanargmax(np.nan_to_num(values, nan=-np.inf).max(1)))
         if np.nanmax(values) > highest:
-            highest, where = float(np.nanmax(values)), f"{name} of layer {found[name][layer][0]}"
+            highest, where = float(np.nanmax(values)), f"{name} of layer {found[name][layer][0]}".removeprefix(" of ")
         for _, series in found[name]:
             axes.plot(run.steps, series, color=colour, linewidth=0.8, alpha=0.5)
-        label = {"k": "keys", "v": "values", "q": "queries"}[name]
         axes.plot(run.steps, np.nanmedian(values, axis=0), color=colour, linewidth=1.8, label=f"{label}, median layer")
     axes.set_ylim(0, 1.1 * highest if highest > 0 else 1.0)
     axes.set_ylabel("scale" if what == "scale" else "share")
@@ -221,7 +223,4 @@ def _layers_panel(run: RecordedRun, what: str, title: str, found: Mapping[str, S
     figure.legend(loc="outside upper left", ncols=3)
     shown = f"{highest:.3g}" if what == "scale" else percent(highest)
     note = "A thin line for each layer; the scale times 448 is the largest value that E4M3 holds." if what == "scale" else ""
-    capacity = middle_of(run.series("kv/capacity_tokens"))
-    if capacity is not None:
-        note += f" The cache of one engine holds {capacity:,.0f} tokens."
-    return Panel(title=f"{title}: at most {shown} ({where})", note=note.strip(), svg=svg(figure, title), half=True)
+    return Panel(title=f"{title}: at most {shown} ({where})", note=note, svg=svg(figure, title), half=True)

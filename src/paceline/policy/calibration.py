@@ -97,9 +97,9 @@ def calibration_metrics(scales: KvScales, sums_3L: torch.Tensor, *, known: bool)
     if known:
         metrics["precision/saturated_share"] = float(saturated_L.sum() / count_L.sum().clamp(1))
     for layer, (k, v) in enumerate(zip(scales.k, scales.v, strict=True)):
-        metrics |= {f"precision/k_scale/{layer}": k, f"precision/v_scale/{layer}": v}
+        metrics |= {f"kv/scale_k/{layer}": k, f"kv/scale_v/{layer}": v}
         if known:
-            metrics[f"precision/saturated_share/{layer}"] = float(saturated_L[layer] / count_L[layer].clamp(1))
+            metrics[f"kv/saturation/{layer}"] = float(saturated_L[layer] / count_L[layer].clamp(1))
     return metrics
 
 

@@ -118,12 +118,12 @@ class _Run:
         with stage("sync"):
             if self.parts.coach is not None:
                 await self.parts.coach.close_phase()
-            restarts = decision.precision is not None and self.parts.raise_precision is not None
-            if restarts:
-                await self.parts.raise_precision(decision.precision == "raise")
+            raise_precision = self.parts.raise_precision if decision.precision is not None else None
+            if raise_precision is not None:
+                await raise_precision(decision.precision == "raise")
             await self.sync()  # without an update this is the same version again: what a broken sync needs
             if self.parts.coach is not None:
-                await self.parts.coach.publish(restarted=restarts)
+                await self.parts.coach.publish(restarted=raise_precision is not None)
 
     async def generate(self) -> list[Group]:
         """The oldest batch; engines that have nothing left to do for it may be lent."""
