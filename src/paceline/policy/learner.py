@@ -232,7 +232,7 @@ class FsdpLearner:
 
         Returns metrics, the same on every rank. `saturated_share` is what the scales in use until now would have cut off.
         """
-        self._check(samples)
+        self._check(samples, trained_on=False)
         lengths = [len(sample.token_ids) for sample in samples]
         settings = settings or self._config.calibration
         chosen = choose(lengths, settings, np.random.default_rng((self._seed, version)))
