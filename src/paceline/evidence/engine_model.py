@@ -30,8 +30,6 @@ from paceline.strategy.cost import CostPoint, Costs
 GRAPH_TOKENS = 512
 """Tokens of the largest step that vLLM captures as a graph unless told otherwise (`max_cudagraph_capture_size` in its
 config/compilation.py). A larger one launches every kernel from the host."""
-KNEE = 3.0
-"""Exponent of the smooth maximum: 2^(1/3) = 1.26 of either side where both are equal."""
 RESERVE_GB = 2.7
 """Of a GPU, for activations and graphs: what is left of 0.7 x 80 GB beside weights and KV cache in FP8-RL's capacities
 (arXiv 2601.18150: 249,952 tokens of Qwen3-8B in BF16)."""
@@ -49,6 +47,8 @@ class Constants:
     """Of the peak bandwidth."""
     compute_efficiency: float = 0.65
     """Of the peak, in matrix products of many tokens."""
+    knee: float = 3.0
+    """Exponent of the smooth maximum of reading and computing: 3 makes it 2^(1/3) = 1.26 of either where both are equal."""
     layer_s: float = 3.0e-5
     """Of one layer inside a captured graph."""
     eager_layer_s: float = 4.0e-4
@@ -71,7 +71,7 @@ class Draft:
 
     verified: int
     """Tokens of each request in the policy's step, the one that is not drafted included."""
-    passes: int
+    passes: float
     """Of the drafter, one after another."""
     width: int
     """Tokens of each request in a pass."""
@@ -143,6 +143,8 @@ class EngineModel:
     """Of a learned drafter's head; None is the kind's own."""
     options: Mapping[int, Draft] = field(default_factory=lambda: {0: PLAIN})
     memory_utilization: float = 0.85
+    graph_tokens: float = GRAPH_TOKENS
+    """Of the largest step that is captured."""
     constants: Constants = Constants()
     _seconds: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -158,7 +160,7 @@ class EngineModel:
     @cached_property
     def capacity_tokens(self) -> float:
         room = self.tensor_parallel * (self.memory_utilization * self.gpu.memory_gb - RESERVE_GB) * 1e9
-        room -= self.shape.weight_bytes(self.weights) + self._draft_params * BYTES["bf16"]
+        room -= self.shape.weight_bytes(self.weights) + self.draft_params * BYTES["bf16"]
         copies = self.tensor_parallel if self.shape.kv_rank else max(1.0, self.tensor_parallel / self.shape.kv_heads)
         return room / (self.shape.kv_bytes_per_token(self.kv_cache) * copies)
 
@@ -175,7 +177,7 @@ class EngineModel:
         """The step by what its time goes to."""
         draft = self.options[k]
         tokens = num_requests * draft.verified
-        eager = tokens > GRAPH_TOKENS
+        eager = tokens > self.graph_tokens
         c = self.constants
         return {
             "weights and products": self._linear_s(tokens),
@@ -193,9 +195,13 @@ class EngineModel:
     def _flops(self, precision: Precision) -> float:
         return self.gpu.flops(precision) * self.constants.compute_efficiency * self.tensor_parallel
 
+    def _smooth_max(self, a: float, b: float) -> float:
+        knee = self.constants.knee
+        return (a**knee + b**knee) ** (1 / knee)
+
     def _linear_s(self, num_tokens: float) -> float:
         reading = self.shape.read_bytes(num_tokens, self.weights) / self._bandwidth
-        return _smooth_max(reading, 2 * self.shape.active_params * num_tokens / self._flops(self.weights))
+        return self._smooth_max(reading, 2 * self.shape.active_params * num_tokens / self._flops(self.weights))
 
     def _attention_s(self, num_requests: int, num_tokens: float, context: float) -> float:
         shape = self.shape
@@ -203,7 +209,7 @@ class EngineModel:
         reading = num_requests * context * shape.kv_bytes_per_token(self.kv_cache) * copies / self._bandwidth
         layers = shape.layers if shape.cached_layers is None else shape.cached_layers
         products = 4 * num_tokens * context * shape.heads * shape.head_dim * layers / self._flops("bf16")
-        return _smooth_max(reading, products)
+        return self._smooth_max(reading, products)
 
     def _communication_s(self, num_tokens: float) -> float:
         gpus = self.tensor_parallel
@@ -219,7 +225,7 @@ class EngineModel:
         return self.shape.layers * reduce_s + self.shape.moe_layers * moe_s + (self.shape.layers - self.shape.moe_layers) * reduce_s
 
     @cached_property
-    def _draft_params(self) -> float:
+    def draft_params(self) -> float:
         if self.drafter not in ("eagle3", "dflash", "tree"):
             return 0.0
         shape = self.shape
@@ -233,13 +239,10 @@ class EngineModel:
         if not draft.passes:
             return num_requests * self.constants.ngram_request_s
         tokens = num_requests * draft.width
-        reading = self._draft_params * BYTES["bf16"] / self._bandwidth
-        products = 2 * self._draft_params * tokens / self._flops("bf16")
-        return draft.passes * (self.constants.draft_pass_s + _smooth_max(reading, products))
-
-
-def _smooth_max(a: float, b: float) -> float:
-    return (a**KNEE + b**KNEE) ** (1 / KNEE)
+        reading = self.draft_params * BYTES["bf16"] / self._bandwidth
+        products = 2 * self.draft_params * tokens / self._flops("bf16")
+        reducing = 3 * self.constants.all_reduce_s if self.tensor_parallel > 1 else 0.0
+        return draft.passes * (self.constants.draft_pass_s + reducing + self._smooth_max(reading, products))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,8 @@ class Scenario:
     """Of the update; log-probabilities take a third of it more."""
     sync_s: float = 0.0
     steps: int = 1
+    warmup: int = 0
+    """Steps before those that count."""
 
     @property
     def num_rollouts(self) -> int:
@@ -109,6 +111,7 @@ class PausingSender:
 
 
 Coaching = Callable[[Sequence[BatchingEngine]], AbstractContextManager[Coach]]
+"""See lending.py."""
 
 
 def simulate(scenario: Scenario, *, coaching: Coaching | None = None) -> Times:
@@ -149,7 +152,7 @@ def _config(scenario: Scenario) -> Config:
     return load_config(
         None,
         [
-            f"run.steps={scenario.steps + 2 * scenario.lag}",
+            f"run.steps={scenario.warmup + scenario.steps + 2 * scenario.lag}",
             f"run.lag={scenario.lag}",
             f"rollout.prompts_per_step={scenario.num_groups}",
             f"rollout.group_size={scenario.group_size}",
@@ -174,7 +177,7 @@ def _selector(scenario: Scenario, index: int) -> Selector:
 
 
 def _times(scenario: Scenario, sink: _Steps, engines: Sequence[BatchingEngine], seconds: float) -> Times:
-    counted = sink.steps[scenario.lag : len(sink.steps) - scenario.lag]
+    counted = sink.steps[scenario.warmup + scenario.lag : len(sink.steps) - scenario.lag]
 
     def mean(key: str) -> float:
         return sum(step.get(key, 0.0) for step in counted) / len(counted)

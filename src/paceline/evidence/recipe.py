@@ -1,0 +1,89 @@
+"""A plan's recommended settings as a config that `paceline train` accepts, and a config as a plan's question."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+from paceline.config import Config
+from paceline.evidence.plan import LONGEST, Answer
+
+PAYS = 1.05
+"""Speed-up below which a lever is left out."""
+
+
+def recommended(found: Answer) -> str:
+    """TOML with a comment where a user has to fill something in, or where Paceline is not there yet."""
+    question = found.question
+    lag = question.lag if found.speedup("asynchrony") >= PAYS else 0
+    arm = found.arms["asynchrony" if lag else "plain"]
+    speculates = found.speedup("speculation") >= PAYS
+    lines = [
+        f"# paceline plan: {question.shape.name} on {question.num_gpus} {question.gpu.name}, {question.lengths.source}",
+        f"# expected: {found.speedup('together'):.2f} times plain with every lever, {found.speedup('speculation'):.2f} with speculation",
+        "",
+        "[run]",
+        'name = "planned"',
+        f"lag = {lag}",
+        "",
+        "[policy]",
+        f"model = {json.dumps(question.shape.name)}  # must be a checkpoint directory on this machine",
+        "",
+        "[data]",
+        'kind = "jsonl"',
+        'path = "prompts.jsonl"  # yours',
+        'reward = "reward.py:reward"  # yours',
+        "",
+        "[rollout]",
+        f"num_engines = {arm.layout.num_engines}",
+        f"prompts_per_step = {question.num_rollouts // question.group_size}",
+        f"group_size = {question.group_size}",
+        f"max_tokens = {question.lengths.maximum}",
+        "",
+        "[rollout.engine]",
+        f"max_model_len = {_round_up(question.lengths.maximum + 4 * question.prompt_tokens)}",
+        f"max_num_seqs = {question.max_num_seqs}",
+        f"tensor_parallel_size = {arm.layout.tensor_parallel}",
+        "",
+        "[learner]",
+        f"world_size = {arm.layout.learner_gpus}",
+        'dtype = "bfloat16"',
+    ]
+    if speculates:
+        lines += _speculation(found)
+    if question.has_fp8 and found.speedup("FP8") >= PAYS:
+        lines += [
+            "",
+            f"# FP8 weights and KV cache would gain {found.speedup('FP8'):.2f} times; docs/support.md says where they run.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _speculation(found: Answer) -> list[str]:
+    kind = found.question.drafter
+    lines = ["", "[speculation]", f"max_draft_length = {LONGEST}", "", "[speculation.drafter]", f'kind = "{kind}"']
+    if kind in ("eagle3", "dflash"):
+        lines.append('path = "drafter"  # paceline draft train MODEL --data prompts.jsonl --out drafter')
+        gain = found.speedup("idle-worker drafting")
+        lines += [
+            "",
+            "[speculation.training]",
+            f'mode = "off"  # "idle" would make it {gain:.2f} times plain, where docs/support.md says that it runs',
+        ]
+    return lines
+
+
+def _round_up(number: int, to: int = 256) -> int:
+    return -(-number // to) * to
+
+
+def check(toml: str) -> Config:
+    """The config as `paceline train` would read it; raises if it would not."""
+    return Config.model_validate(tomllib.loads(toml))
+
+
+def write(found: Answer, path: Path) -> None:
+    toml = recommended(found)
+    check(toml)
+    path.write_text(toml, encoding="utf-8")
