@@ -64,6 +64,7 @@ class BatchingEngine:
     policy_version: int = 0
     num_preempted: int = 0
     busy_s: float = 0.0
+    num_steps: float = 0.0
     _waiting: deque[_Job] = field(default_factory=deque)
     _running: list[tuple[float, int, _Job]] = field(default_factory=list)
     """A heap by the token clock at which each ends."""
@@ -133,8 +134,9 @@ class BatchingEngine:
         tokens, draft = share * span.num_tokens, self.model.options[span.k]
         self.busy_s += passed_s
         self._clock += tokens
+        steps = tokens / draft.alpha
+        self.num_steps += steps
         if span.k:
-            steps = tokens / draft.alpha
             verifications, drafted, accepted = self._counts
             self._counts = (verifications + steps, drafted + steps * (draft.verified - 1), accepted + tokens - steps)
 

@@ -23,6 +23,38 @@ HUBER = 2.0
 STEP = 0.02
 Array = npt.NDArray[np.float64]
 
+START = World(
+    constants=Constants(
+        memory_efficiency=0.85,
+        compute_efficiency=0.65,
+        knee=3.0,
+        layer_s=3.0e-5,
+        eager_layer_s=4.0e-4,
+        request_s=1.0e-5,
+        draft_pass_s=4.0e-4,
+        ngram_request_s=1.5e-4,
+        all_reduce_s=1.2e-5,
+        learner_efficiency=0.35,
+    ),
+    assumptions=Assumptions(
+        nvidia_rollouts=96,
+        nvidia_zero_mean=3000,
+        nvidia_think_mean=5000,
+        tlt_context=6000,
+        tlt_stream_alpha=4,
+        tlt_stream_depth=5,
+        tlt_rollouts=1024,
+        tlt_mean=4000,
+        fp8_rollouts=96,
+        fp8_mean=6000,
+        codraft_rollouts=32,
+        codraft_dense_share=0.85,
+        codraft_moe_share=0.6,
+        simulated_share=0.65,
+    ),
+)
+"""What was guessed before anything was fitted."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
@@ -30,7 +62,7 @@ class Fit:
     loss: float
 
 
-def fit(cells: Sequence[Cell], start: World, *, rounds: int = 8, progress: Callable[[str], None]) -> Fit:
+def fit(cells: Sequence[Cell], start: World = START, *, rounds: int = 8, progress: Callable[[str], None]) -> Fit:
     """Gauss-Newton with numerical derivatives. `start` is the prior as well."""
     names = [*asdict(start.constants), *asdict(start.assumptions)]
     origin = np.log([*asdict(start.constants).values(), *asdict(start.assumptions).values()])

@@ -60,7 +60,7 @@ class Question:
     def __post_init__(self) -> None:
         if self.num_rollouts < self.group_size or self.num_rollouts % self.group_size:
             raise ValueError(
-                f"batch: got {self.num_rollouts} rollouts a step; must be a multiple of the group size (--group-size {self.group_size})"
+                f"batch: got {self.num_rollouts} rollouts a step; must be a multiple of --group-size {self.group_size}"
             )
         if not self.accepted_length <= self.trained_length <= AT + 1:
             raise ValueError(
@@ -163,8 +163,8 @@ def layouts(question: Question) -> list[Layout]:
         learner *= 2
     if not found:
         raise ValueError(
-            f"gpus: got {question.num_gpus} {question.gpu.name}; must be at least {least + size}: {size} for one engine, {least} for "
-            f"the learner ({LEARNER_BYTES * question.shape.total_params / 1e9:.0f} GB of weights and optimizer state)"
+            f"gpus: got {question.num_gpus} {question.gpu.name}; must be at least {least + size}, {size} for an engine and {least} "
+            f"for the learner ({LEARNER_BYTES * question.shape.total_params / 1e9:.0f} GB of weights and optimizer state)"
         )
     return found
 

@@ -6,11 +6,63 @@ import json
 import tomllib
 from pathlib import Path
 
-from paceline.config import Config
-from paceline.evidence.plan import LONGEST, Answer
+from paceline.config import Config, RolloutConfig, load_config
+from paceline.evidence.engine_model import DrafterKind
+from paceline.evidence.hardware import find_gpu, find_shape
+from paceline.evidence.lengths import read_lengths
+from paceline.evidence.plan import FROZEN_LENGTH, LONGEST, TRAINED_LENGTH, Answer, Question
+from paceline.strategy.cost import load_costs
 
 PAYS = 1.05
 """Speed-up below which a lever is left out."""
+
+
+def question_of(
+    model: str,
+    *,
+    gpus: str,
+    lengths: str,
+    num_rollouts: int | None,
+    group_size: int | None,
+    prompt_tokens: int,
+    drafter: DrafterKind,
+    accepted_length: float | None,
+    trained_length: float | None,
+    tensor_parallel: int | None,
+    learner_gpus: int | None,
+    lag: int,
+    costs_file: Path | None,
+) -> Question:
+    """From what a user said; a TOML config in place of a model says the rest."""
+    rollout: RolloutConfig | None = None
+    if model.endswith(".toml"):
+        config = load_config(model)
+        model, rollout = config.policy.model, config.rollout
+        tensor_parallel = tensor_parallel or rollout.engine.tensor_parallel_size
+    number, cross, name = gpus.partition("x")
+    if not cross or not number.isdigit() or int(number) < 1:
+        raise ValueError(f"gpus: got {gpus!r}; must be a number and a kind, such as 8xH100")
+    group = group_size or (rollout.group_size if rollout is not None else 16)
+    frozen = FROZEN_LENGTH if accepted_length is None else accepted_length
+    return Question(
+        shape=find_shape(model),
+        gpu=find_gpu(name),
+        num_gpus=int(number),
+        num_rollouts=num_rollouts or (rollout.prompts_per_step * group if rollout is not None else 512),
+        lengths=read_lengths(lengths),
+        group_size=group,
+        prompt_tokens=prompt_tokens,
+        drafter=drafter,
+        accepted_length=frozen,
+        trained_length=max(frozen, TRAINED_LENGTH if accepted_length is None else frozen)
+        if trained_length is None
+        else trained_length,
+        tensor_parallel=tensor_parallel,
+        learner_gpus=learner_gpus,
+        max_num_seqs=max(rollout.engine.max_num_seqs, 8) if rollout is not None else 256,
+        lag=lag,
+        costs=None if costs_file is None else load_costs(costs_file),
+    )
 
 
 def recommended(found: Answer) -> str:
@@ -21,7 +73,7 @@ def recommended(found: Answer) -> str:
     speculates = found.speedup("speculation") >= PAYS
     lines = [
         f"# paceline plan: {question.shape.name} on {question.num_gpus} {question.gpu.name}, {question.lengths.source}",
-        f"# expected: {found.speedup('together'):.2f} times plain with every lever, {found.speedup('speculation'):.2f} with speculation",
+        f"# expected: {found.speedup('speculation'):.2f} times plain by speculation, {found.speedup('together'):.2f} by all levers",
         "",
         "[run]",
         'name = "planned"',

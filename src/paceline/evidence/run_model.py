@@ -65,6 +65,8 @@ class Times:
     idle_share: float
     """Of the engines' time."""
     num_preempted: int
+    engine_step_s: float
+    """Mean over all steps of all engines."""
     events: Sequence[Mapping[str, Any]] = ()
     drafting: Mapping[str, float] = field(default_factory=dict)
 
@@ -190,6 +192,7 @@ def _times(scenario: Scenario, sink: _Steps, engines: Sequence[BatchingEngine], 
         accepted_length=sum(lengths) / len(lengths) if lengths else 1.0,
         idle_share=1 - sum(engine.busy_s for engine in engines) / (seconds * len(engines)),
         num_preempted=sum(engine.num_preempted for engine in engines),
+        engine_step_s=sum(engine.busy_s for engine in engines) / max(sum(engine.num_steps for engine in engines), 1.0),
         events=sink.events,
         drafting={key: mean(key) for key in counted[-1] if key.startswith("draft/")},
     )
