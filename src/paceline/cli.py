@@ -122,9 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("name", choices=sorted(BENCHES))
     bench.add_argument("overrides", nargs="*", metavar="a.b=value", help="drafter, learning: settings of the runs")
     bench.add_argument("--html", type=Path, metavar="FILE", help="rollout only: write tables and pictures as one page")
-    bench.add_argument(
-        "--costs", type=Path, metavar="FILE", help="costs: write a file for speculation.selector.costs; plan: read it"
-    )
+    bench.add_argument("--costs", type=Path, metavar="FILE", help="costs: write speculation.selector.costs; plan --arena: read it")
     bench.add_argument("--fit", action="store_true", help="plan only: fit the simulator's constants again and print them")
     bench.add_argument("--arena", action="store_true", help="plan only: predicted against measured on this machine's engines")
     _add_result_options(bench)
@@ -197,53 +195,36 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "What would speculation, idle-worker drafting, FP8 and asynchrony gain, each alone and all together? No GPU is needed:\n"
-        "the loop of `paceline train` runs with simulated engines and learner on a virtual clock. Prints the time of a step by stage,\n"
-        "what limits it, how it depends on acceptance and lengths, and a range: nine of ten published results that the simulator was\n"
-        "not fitted to lie within it (`paceline bench plan`). docs/plan.md explains the model."
+        "the loop of `paceline train` runs with simulated engines and learner on a virtual clock. Prints the time of a step by\n"
+        "stage, what limits it, how it depends on acceptance and lengths, and a range: nine of ten published results that the\n"
+        "simulator was not fitted to lie within it (`paceline bench plan`). docs/plan.md explains the model."
     )
     parser.epilog = (
         "examples:\n"
         "  paceline plan Qwen/Qwen3-8B --gpus 8xH100 --batch 512 --lengths lengths.txt --config planned.toml\n"
-        "  paceline plan path/to/config.json --gpus 64xH200 --batch 2048 --lengths runs/arena/metrics.jsonl --html plan.html --sweep\n"
+        "  paceline plan path/to/config.json --gpus 64xH200 --lengths runs/arena/metrics.jsonl --html plan.html --sweep\n"
         "  paceline plan configs/mine.toml --gpus 16xA100 --lengths 4000/32768        batch and group size as the config says\n"
-        "  paceline plan Qwen/Qwen2.5-7B --gpus 8xH20 --batch 2048 --lengths 2000/8192   where drafts do not pay at first"
+        "  paceline plan Qwen/Qwen2.5-7B --gpus 8xH20 --batch 2048 --lengths 2000/8192   where drafts do not pay"
     )
-    parser.add_argument(
-        "model", metavar="MODEL|CONFIG", help="a Hugging Face config.json or its directory, a known name, or a TOML config"
-    )
-    parser.add_argument(
-        "--gpus", required=True, metavar="NxGPU", help="such as 8xH100; `paceline plan MODEL --gpus 8x?` lists them"
-    )
-    parser.add_argument("--batch", type=int, metavar="N", help="rollouts in a step (512, or as the config says)")
-    parser.add_argument("--group-size", type=int, metavar="N", help="rollouts of a prompt (16, or as the config says)")
-    parser.add_argument(
-        "--lengths",
-        required=True,
-        metavar="FILE|MEAN/MAX",
-        help="response lengths: metrics.jsonl, a file with one a line, or e.g. 4000/32768",
-    )
-    parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="of a usual prompt (%(default)s)")
-    parser.add_argument("--drafter", choices=("eagle3", "dflash", "ngram"), default="eagle3", help="who proposes (%(default)s)")
-    parser.add_argument(
-        "--accepted-length",
-        type=float,
-        metavar="A",
-        help="tokens a verification with drafts of 3, bonus included (EAGLE-3's published 2.64)",
-    )
-    parser.add_argument(
-        "--trained-length", type=float, metavar="A", help="the same when the drafter is trained along (published 2.80)"
-    )
-    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="GPUs of an engine (the fewest that fit)")
-    parser.add_argument("--learner-gpus", type=int, metavar="N", help="GPUs of the learner (what makes a step shortest)")
-    parser.add_argument(
-        "--lag", type=int, default=1, metavar="N", help="batches that engines may be ahead in the asynchronous arms (%(default)s)"
-    )
-    parser.add_argument(
-        "--costs", type=Path, metavar="FILE", help="step times measured by `paceline bench costs`, instead of a roofline"
-    )
-    parser.add_argument("--sweep", action="store_true", help="also the same batch on 8 to 4,096 GPUs; with --html as a picture")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="write the recommended settings for `paceline train`")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the answer as one page")
+    add = parser.add_argument
+    add("model", metavar="MODEL|CONFIG", help="Hugging Face config.json or its directory, known name, or TOML config")
+    add("--gpus", required=True, metavar="NxGPU", help="such as 8xH100; a kind that is not known lists those that are")
+    add("--batch", type=int, metavar="N", help="rollouts in a step (512, or as the config says)")
+    add("--group-size", type=int, metavar="N", help="rollouts of a prompt (16, or as the config says)")
+    lengths = "of responses: metrics.jsonl of a run, a file with one length (or length and count) a line, or such as 4000/32768"
+    add("--lengths", required=True, metavar="FILE|MEAN/MAX", help=lengths)
+    add("--prompt-tokens", type=int, default=256, metavar="N", help="of a usual prompt (%(default)s)")
+    add("--drafter", choices=("eagle3", "dflash", "ngram"), default="eagle3", help="who proposes (%(default)s)")
+    accepted = "tokens that a verification of 3 drafts emits, bonus included (2.64: EAGLE-3's, published)"
+    add("--accepted-length", type=float, metavar="A", help=accepted)
+    add("--trained-length", type=float, metavar="A", help="the same if the drafter is trained along (2.80: published)")
+    add("--tensor-parallel", type=int, metavar="N", help="GPUs of an engine (the fewest that fit)")
+    add("--learner-gpus", type=int, metavar="N", help="GPUs of the learner (what makes a step shortest)")
+    add("--lag", type=int, default=1, metavar="N", help="of the asynchronous arms, in batches (%(default)s)")
+    add("--costs", type=Path, metavar="FILE", help="step times measured by `paceline bench costs`, in place of a roofline")
+    add("--sweep", action="store_true", help="also the same batch on 8 to 4,096 GPUs; with --html as a picture")
+    add("--config", type=Path, metavar="FILE", help="write the recommended settings for `paceline train`")
+    add("--html", type=Path, metavar="FILE", help="write the answer as one page")
     _add_result_options(parser)
     parser.set_defaults(command=_plan)
 

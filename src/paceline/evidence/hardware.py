@@ -248,7 +248,8 @@ def find_shape(model: str) -> ModelShape:
     near = get_close_matches(name, SHAPES, n=1)
     raise ValueError(
         f"model: got {model!r}; must be a Hugging Face config.json, a directory with one, or one of {', '.join(SHAPES)}"
-        + (f"; did you mean {near[0]}?" if near else "; download the model's config.json and give its path")
+        + (f"; did you mean {near[0]}?" if near else "")
+        + " (of any other model: download its config.json and give the path)"
     )
 
 

@@ -44,6 +44,7 @@ def question_of(
         raise ValueError(f"gpus: got {gpus!r}; must be a number and a kind, such as 8xH100")
     group = group_size or (rollout.group_size if rollout is not None else 16)
     frozen = FROZEN_LENGTH if accepted_length is None else accepted_length
+    trained = (TRAINED_LENGTH if accepted_length is None else frozen) if trained_length is None else trained_length
     return Question(
         shape=find_shape(model),
         gpu=find_gpu(name),
@@ -54,9 +55,7 @@ def question_of(
         prompt_tokens=prompt_tokens,
         drafter=drafter,
         accepted_length=frozen,
-        trained_length=max(frozen, TRAINED_LENGTH if accepted_length is None else frozen)
-        if trained_length is None
-        else trained_length,
+        trained_length=trained,
         tensor_parallel=tensor_parallel,
         learner_gpus=learner_gpus,
         max_num_seqs=max(rollout.engine.max_num_seqs, 8) if rollout is not None else 256,
