@@ -75,7 +75,9 @@ def fit(cells: Sequence[Cell], start: World = START, *, rounds: int = 8, progres
         for place in range(len(names)):
             moved = here.copy()
             moved[place] += STEP
-            slope_CP[:, place] = (_errors(cells, _world(names, moved)) - errors) / STEP
+            world = _world(names, moved)
+            for row, cell in enumerate(cells):
+                slope_CP[row, place] = (_error(cell, world) - errors[row]) / STEP if concerns(names[place], cell) else 0.0
         weight = np.where(np.abs(errors) <= HUBER * ERROR, 1.0, HUBER * ERROR / np.maximum(np.abs(errors), 1e-9)) / ERROR**2
         normal = slope_CP.T @ (weight[:, None] * slope_CP) + np.diag(1 / width**2)
         gradient = slope_CP.T @ (weight * errors) + (here - origin) / width**2
@@ -111,8 +113,18 @@ def _bounded(names: Sequence[str], log_values: Array) -> Array:
     return np.minimum(log_values, np.log(bound))
 
 
+def concerns(name: str, cell: Cell) -> bool:
+    """Whether a number can matter to a cell: constants to all, what a paper leaves open to those of the paper."""
+    paper = {"simulated": "nvidia", "fp8": "fp8rl"}.get(prefix := name.partition("_")[0], prefix)
+    return name in asdict(START.constants) or paper == cell.paper
+
+
 def _errors(cells: Sequence[Cell], world: World) -> Array:
-    return np.array([np.log(cell.predict(world) / cell.value) for cell in cells])
+    return np.array([_error(cell, world) for cell in cells])
+
+
+def _error(cell: Cell, world: World) -> float:
+    return float(np.log(cell.predict(world) / cell.value))
 
 
 def _loss(errors: Array, deviations: Array) -> float:

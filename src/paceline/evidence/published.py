@@ -11,14 +11,14 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from paceline.config import FixedSelector, SelectorConfig, TableSelector
 from paceline.evidence.engine_model import PLAIN, Constants, Draft, DrafterKind, EngineModel, drafts
-from paceline.evidence.hardware import GPUS, SHAPES, Precision
+from paceline.evidence.hardware import GPUS, SHAPES, Gpu, ModelShape, Precision
 from paceline.evidence.lengths import Lengths, lognormal
 from paceline.evidence.run_model import Scenario, Times, simulate
 
@@ -140,11 +140,18 @@ def _generation_s(
     return seconds(few) if share <= 0 else (1 - share) * seconds(few) + share * seconds(few + 1)
 
 
-def _fixed_gain(model: EngineModel, kind: DrafterKind, k: int, alpha: float, lengths: Lengths, rollouts: float) -> float:
-    """Of drafts of one length over none."""
+def _fixed_gain(model: EngineModel, kind: DrafterKind, k: int, alpha: float, lengths: tuple[float, int], rollouts: float) -> float:
+    """Of drafts of one length over none; `lengths`: mean and maximum."""
     fast = replace(model, drafter=kind, options={0: PLAIN, **_only(kind, k, alpha)})
-    plain_s = _generation_s(model, lengths, rollouts)
-    return plain_s / _generation_s(fast, lengths, rollouts, FixedSelector(draft_length=k))
+    plain_s = _plain_s(model.gpu, model.shape, model.tensor_parallel, model.constants, lengths, rollouts)
+    return plain_s / _generation_s(fast, lognormal(*lengths), rollouts, FixedSelector(draft_length=k))
+
+
+@lru_cache(maxsize=64)
+def _plain_s(gpu: Gpu, shape: ModelShape, gpus: int, constants: Constants, lengths: tuple[float, int], rollouts: float) -> float:
+    """Many cells have the same plain run."""
+    plain = EngineModel(gpu=gpu, shape=shape, tensor_parallel=gpus, constants=constants)
+    return _generation_s(plain, lognormal(*lengths), rollouts)
 
 
 def _only(kind: DrafterKind, k: int, alpha: float) -> dict[int, Draft]:
@@ -154,8 +161,8 @@ def _only(kind: DrafterKind, k: int, alpha: float) -> dict[int, Draft]:
 def _nvidia_8b(world: World, workload: str, kind: DrafterKind, k: int, alpha: float) -> float:
     a = world.assumptions
     model = EngineModel(gpu=GPUS["GB200"], shape=SHAPES["Qwen3-8B"], constants=world.constants)
-    lengths = lognormal(a.nvidia_zero_mean if workload == "RL-Zero" else a.nvidia_think_mean, 20_480)
-    return _fixed_gain(model, kind, k, alpha, lengths, a.nvidia_rollouts)
+    mean = a.nvidia_zero_mean if workload == "RL-Zero" else a.nvidia_think_mean
+    return _fixed_gain(model, kind, k, alpha, (mean, 20_480), a.nvidia_rollouts)
 
 
 CODRAFT: Mapping[str, tuple[str, int, str]] = {
@@ -172,7 +179,7 @@ def _codraft(world: World, workload: str, drafter: str, alpha: float) -> float:
     shape, gpus, gpu = CODRAFT[workload]
     kind, k = ("eagle3", 3) if drafter == "eagle3" else ("dflash", CODRAFT_BLOCK[workload])
     model = EngineModel(gpu=GPUS[gpu], shape=SHAPES[shape], tensor_parallel=gpus, constants=world.constants)
-    return _fixed_gain(model, kind, k, alpha, lognormal(4000, 16_384), world.assumptions.codraft_rollouts)
+    return _fixed_gain(model, kind, k, alpha, (4000, 16_384), world.assumptions.codraft_rollouts)
 
 
 def _generation_cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
