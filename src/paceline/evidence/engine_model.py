@@ -1,11 +1,12 @@
 """How long an engine's step takes: from hardware and model by a roofline, or from a cost file that was measured.
 
-    step = linear + attention + layers + hosts + communication + drafting
+    step = linear + attention + layers + host + sampling + communication + drafting
 
     linear         a smooth maximum of reading the weights and of multiplying n tokens with them
     attention      reading the KV cache of every request, and the products with it
     layers         latency of a layer's kernels that no batch hides: small inside a captured graph, large outside of one
-    host           scheduling and sampling, for every request
+    host           scheduling, for every request
+    sampling       passes over the logits of every token, in FP32, by one GPU
     communication  two all-reduces a layer under tensor parallelism
     drafting       passes of the drafter (one after another for EAGLE, one for DFlash), or the host's search for n-grams
 
@@ -55,6 +56,8 @@ class Constants:
     """Of one layer outside of a graph."""
     request_s: float = 1.0e-5
     """Of the host, for each request in each step."""
+    sampler_passes: float = 6.0
+    """Times that the logits of a token are read or written to sample or verify it."""
     draft_pass_s: float = 4.0e-4
     """Of one pass of a learned drafter, beside its reading and computing."""
     ngram_request_s: float = 1.5e-4
@@ -75,6 +78,8 @@ class Draft:
     """Of the drafter, one after another."""
     width: int
     """Tokens of each request in a pass."""
+    first_width: int = 0
+    """More of them in the first pass: EAGLE reads all that were verified."""
     alpha: float
     """Accepted length: mean tokens emitted by a step."""
 
@@ -105,7 +110,8 @@ def drafts(kind: DrafterKind, *, alpha: float, at: int, longest: int) -> dict[in
     found = {0: PLAIN}
     for k in range(1, longest + 1):
         passes, width = {"eagle3": (k, 1), "dflash": (1, k + 1)}.get(kind, (0, 0))
-        found[k] = Draft(verified=k + 1, passes=passes, width=width, alpha=accepted_length(acceptance, k))
+        first = k if kind == "eagle3" else 0
+        found[k] = Draft(verified=k + 1, passes=passes, width=width, first_width=first, alpha=accepted_length(acceptance, k))
     return found
 
 
@@ -184,6 +190,7 @@ class EngineModel:
             "attention": self._attention_s(num_requests, tokens, context),
             "kernel latency": self.shape.layers * (c.eager_layer_s if eager else c.layer_s),
             "host": num_requests * c.request_s,
+            "sampling": tokens * self.shape.vocab * 4 * c.sampler_passes / self._bandwidth * self.tensor_parallel,
             "communication": self._communication_s(tokens),
             "drafting": self._drafting_s(num_requests, draft),
         }
@@ -238,11 +245,11 @@ class EngineModel:
             return 0.0
         if not draft.passes:
             return num_requests * self.constants.ngram_request_s
-        tokens = num_requests * draft.width
         reading = self.draft_params * BYTES["bf16"] / self._bandwidth
-        products = 2 * self.draft_params * tokens / self._flops("bf16")
+        product_s = 2 * self.draft_params / self._flops("bf16")
         reducing = 3 * self.constants.all_reduce_s if self.tensor_parallel > 1 else 0.0
-        return draft.passes * (self.constants.draft_pass_s + reducing + self._smooth_max(reading, products))
+        pass_s = self.constants.draft_pass_s + reducing + self._smooth_max(reading, num_requests * draft.width * product_s)
+        return draft.passes * pass_s + num_requests * draft.first_width * product_s
 
 
 @dataclass(frozen=True, kw_only=True)

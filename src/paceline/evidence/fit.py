@@ -31,6 +31,7 @@ START = World(
         layer_s=3.0e-5,
         eager_layer_s=4.0e-4,
         request_s=1.0e-5,
+        sampler_passes=6.0,
         draft_pass_s=4.0e-4,
         ngram_request_s=1.5e-4,
         all_reduce_s=1.2e-5,

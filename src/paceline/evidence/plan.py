@@ -23,9 +23,9 @@ from paceline.evidence.published import HELDOUT_P90
 from paceline.evidence.run_model import STAGES, Scenario, Times, simulate
 from paceline.strategy.cost import Costs
 
-FROZEN_LENGTH, TRAINED_LENGTH = 2.64, 2.80
+FROZEN_LENGTH, TRAINED_LENGTH, NGRAM_LENGTH = 2.64, 2.80, 2.26
 """Accepted length of EAGLE-3 with k = 3: a drafter from elsewhere, frozen and trained along (means of RL-Zero and RL-Think in
-arXiv 2604.26779: 2.88 and 2.40, 3.04 and 2.55). A drafter trained for the policy's own domain reached 3.32 and 2.77."""
+arXiv 2604.26779: 2.88 and 2.40, 3.04 and 2.55); of n-grams (2.47 and 2.05). A drafter trained for the policy's own domain reached 3.32 and 2.77."""
 AT = 3
 """Draft length at which accepted lengths are told."""
 LONGEST = 7
@@ -67,6 +67,11 @@ class Question:
                 f"accepted length: got {self.accepted_length} frozen and {self.trained_length} trained; must be at most {AT + 1} "
                 f"(drafts of {AT} and the token that comes free), and trained not below frozen"
             )
+
+    @property
+    def has_training(self) -> bool:
+        """Whether there is a drafter to train, and a model of what it then costs."""
+        return self.costs is None and self.drafter in ("eagle3", "dflash")
 
     @property
     def has_fp8(self) -> bool:
@@ -218,7 +223,7 @@ def simulate_arm(question: Question, lever: str) -> Arm:
     layout = best_layout(question, gain=0.6 * question.accepted_length if together else 1.0, lag=lag)
     alpha = question.accepted_length if speculates else None
     arm = scenario(question, layout, alpha=alpha, precision=precision, lag=lag)
-    if not (together or lever == "idle-worker drafting") or question.costs is not None:
+    if not (together or lever == "idle-worker drafting") or not question.has_training:
         return Arm(layout=layout, times=simulate(arm))
     trained = engine_model(question, layout.tensor_parallel, alpha=question.trained_length, precision=precision)
     rate = question.gpu.flops("bf16") * question.constants.learner_efficiency * layout.tensor_parallel
@@ -236,7 +241,9 @@ def draft_params(model: StepModel) -> float:
 
 
 def levers(question: Question) -> list[str]:
-    return [lever for lever in LEVERS if lever != "FP8" or question.has_fp8]
+    absent = {"FP8"} if not question.has_fp8 else set()
+    absent |= {"idle-worker drafting"} if not question.has_training else set()
+    return [lever for lever in LEVERS if lever not in absent]
 
 
 def answer(question: Question, *, progress: Callable[[str], None], sensitive: bool = True) -> Answer:
@@ -362,7 +369,7 @@ def result(found: Answer, *, details: Mapping[str, Any] | None = None) -> Result
             "limits": found.limits,
             "warnings": found.warnings,
             "constants": asdict(question.constants),
-            "idle_time_lent": leased_share(found.arms["idle-worker drafting"].times.drafting),
+            "idle_time_lent": leased_share(found.arms["together"].times.drafting),
             **(details or {}),
         },
     )

@@ -10,7 +10,7 @@ from paceline.config import Config, RolloutConfig, load_config
 from paceline.evidence.engine_model import DrafterKind
 from paceline.evidence.hardware import find_gpu, find_shape
 from paceline.evidence.lengths import read_lengths
-from paceline.evidence.plan import FROZEN_LENGTH, LONGEST, TRAINED_LENGTH, Answer, Question
+from paceline.evidence.plan import FROZEN_LENGTH, LONGEST, NGRAM_LENGTH, TRAINED_LENGTH, Answer, Question
 from paceline.strategy.cost import load_costs
 
 PAYS = 1.05
@@ -43,8 +43,9 @@ def question_of(
     if not cross or not number.isdigit() or int(number) < 1:
         raise ValueError(f"gpus: got {gpus!r}; must be a number and a kind, such as 8xH100")
     group = group_size or (rollout.group_size if rollout is not None else 16)
-    frozen = FROZEN_LENGTH if accepted_length is None else accepted_length
-    trained = (TRAINED_LENGTH if accepted_length is None else frozen) if trained_length is None else trained_length
+    usual = (NGRAM_LENGTH, NGRAM_LENGTH) if drafter == "ngram" else (FROZEN_LENGTH, TRAINED_LENGTH)
+    frozen = usual[0] if accepted_length is None else accepted_length
+    trained = (usual[1] if accepted_length is None else frozen) if trained_length is None else trained_length
     return Question(
         shape=find_shape(model),
         gpu=find_gpu(name),
@@ -116,12 +117,10 @@ def _speculation(found: Answer) -> list[str]:
     lines = ["", "[speculation]", f"max_draft_length = {LONGEST}", "", "[speculation.drafter]", f'kind = "{kind}"']
     if kind in ("eagle3", "dflash"):
         lines.append('path = "drafter"  # paceline draft train MODEL --data prompts.jsonl --out drafter')
+    if found.question.has_training:
         gain = found.speedup("idle-worker drafting")
-        lines += [
-            "",
-            "[speculation.training]",
-            f'mode = "off"  # "idle" would make it {gain:.2f} times plain, where docs/support.md says that it runs',
-        ]
+        mode = f'mode = "off"  # "idle" would make it {gain:.2f} times plain, where docs/support.md says that it runs'
+        lines += ["", "[speculation.training]", mode]
     return lines
 
 
