@@ -24,8 +24,8 @@ from paceline.evidence.run_model import STAGES, Scenario, Times, simulate
 from paceline.strategy.cost import Costs
 
 FROZEN_LENGTH, TRAINED_LENGTH, NGRAM_LENGTH = 2.64, 2.80, 2.26
-"""Accepted length of EAGLE-3 with k = 3: a drafter from elsewhere, frozen and trained along (means of RL-Zero and RL-Think in
-arXiv 2604.26779: 2.88 and 2.40, 3.04 and 2.55); of n-grams (2.47 and 2.05). A drafter trained for the policy's own domain reached 3.32 and 2.77."""
+"""Accepted length with k = 3, means of RL-Zero and RL-Think in arXiv 2604.26779: EAGLE-3 from elsewhere, frozen (2.88 and 2.40) and
+trained along (3.04 and 2.55); n-grams (2.47 and 2.05). A drafter trained for the policy's own domain reached 3.32 and 2.77."""
 AT = 3
 """Draft length at which accepted lengths are told."""
 LONGEST = 7
