@@ -33,6 +33,8 @@ SYNC_GB_S = 20.0
 """Of one GPU's share of the weights between nodes: 400 Gb/s a GPU, of which broadcasts reach less than half."""
 LEARNER_BYTES = 18.0
 """For each weight of the policy: FP32 master, two moments and gradient, BF16 copy."""
+MOST_LEASED = 256
+"""Engines; what leases cost to simulate grows with the square of their number."""
 LEVERS = ("plain", "speculation", "idle-worker drafting", "FP8", "asynchrony", "together")
 
 
@@ -216,14 +218,17 @@ def best_layout(question: Question, *, gain: float = 1.0, lag: int = 0) -> Layou
 
 
 def simulate_arm(question: Question, lever: str) -> Arm:
+    """Of a fleet too large for it, leases are not simulated: its drafter is as good as a trained one from the start."""
     together = lever == "together"
     precision: Precision = "fp8" if lever == "FP8" or (together and question.has_fp8) else "bf16"
     lag = question.lag if together or lever == "asynchrony" else 0
     speculates = together or lever in ("speculation", "idle-worker drafting")
     layout = best_layout(question, gain=0.6 * question.accepted_length if together else 1.0, lag=lag)
-    alpha = question.accepted_length if speculates else None
-    arm = scenario(question, layout, alpha=alpha, precision=precision, lag=lag)
-    if not (together or lever == "idle-worker drafting") or not question.has_training:
+    trains = question.has_training and (together or lever == "idle-worker drafting")
+    lends = trains and layout.num_engines <= MOST_LEASED
+    length = question.trained_length if trains and not lends else question.accepted_length
+    arm = scenario(question, layout, alpha=length if speculates else None, precision=precision, lag=lag)
+    if not lends:
         return Arm(layout=layout, times=simulate(arm))
     trained = engine_model(question, layout.tensor_parallel, alpha=question.trained_length, precision=precision)
     rate = question.gpu.flops("bf16") * question.constants.learner_efficiency * layout.tensor_parallel
