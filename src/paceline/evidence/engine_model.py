@@ -44,27 +44,27 @@ EAGLE_VOCAB = 32_000
 class Constants:
     """What a roofline does not know, as `paceline bench plan --fit` fits it on the fitting half of the published cells."""
 
-    memory_efficiency: float = 0.85
+    memory_efficiency: float = 0.87
     """Of the peak bandwidth."""
-    compute_efficiency: float = 0.65
+    compute_efficiency: float = 0.687
     """Of the peak, in matrix products of many tokens."""
-    knee: float = 3.0
+    knee: float = 1.64
     """Exponent of the smooth maximum of reading and computing: 3 makes it 2^(1/3) = 1.26 of either where both are equal."""
-    layer_s: float = 3.0e-5
+    layer_s: float = 1.72e-05
     """Of one layer inside a captured graph."""
-    eager_layer_s: float = 4.0e-4
+    eager_layer_s: float = 0.00139
     """Of one layer outside of a graph."""
-    request_s: float = 1.0e-5
+    request_s: float = 8.49e-06
     """Of the host, for each request in each step."""
-    sampler_passes: float = 6.0
+    sampler_passes: float = 5.49
     """Times that the logits of a token are read or written to sample or verify it."""
-    draft_pass_s: float = 4.0e-4
+    draft_pass_s: float = 0.00075
     """Of one pass of a learned drafter, beside its reading and computing."""
-    ngram_request_s: float = 1.5e-4
+    ngram_request_s: float = 0.000512
     """Of the host, to look for an n-gram of one request; it also keeps the scheduler from running ahead."""
-    all_reduce_s: float = 1.2e-5
+    all_reduce_s: float = 1.03e-05
     """Latency of one."""
-    learner_efficiency: float = 0.35
+    learner_efficiency: float = 0.412
     """Of the peak, of a learner's forward and backward passes and all that they wait for."""
 
 

@@ -32,27 +32,27 @@ FILE = Path(__file__).parent / "published.json"
 class Assumptions:
     """What the papers leave open. Lengths in tokens, shares of the plain step."""
 
-    nvidia_rollouts: float = 96.0
+    nvidia_rollouts: float = 135.0
     """Of one engine (one GB200) in a step."""
-    nvidia_zero_mean: float = 3000.0
-    nvidia_think_mean: float = 5000.0
-    tlt_context: float = 6000.0
+    nvidia_zero_mean: float = 1580.0
+    nvidia_think_mean: float = 3120.0
+    tlt_context: float = 10200.0
     """Of each request, where speed-ups are by batch size."""
-    tlt_stream_alpha: float = 4.0
+    tlt_stream_alpha: float = 4.6
     """Accepted length of one stream of Qwen2.5-7B."""
-    tlt_stream_depth: float = 5.0
+    tlt_stream_depth: float = 2.81
     """Passes of the drafter for it."""
-    tlt_rollouts: float = 1024.0
+    tlt_rollouts: float = 880.0
     """Of a step, on any number of nodes."""
-    tlt_mean: float = 4000.0
-    fp8_rollouts: float = 96.0
+    tlt_mean: float = 4400.0
+    fp8_rollouts: float = 95.9
     """Of one engine in a step."""
-    fp8_mean: float = 6000.0
-    codraft_rollouts: float = 32.0
+    fp8_mean: float = 5870.0
+    codraft_rollouts: float = 33.0
     """Of one engine in a step."""
-    codraft_dense_share: float = 0.85
-    codraft_moe_share: float = 0.6
-    simulated_share: float = 0.65
+    codraft_dense_share: float = 0.834
+    codraft_moe_share: float = 0.43
+    simulated_share: float = 0.659
     """Of generation in the step that NVIDIA's simulator speeds up."""
 
 
