@@ -225,7 +225,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--sweep", action="store_true", help="also the same batch on 8 to 4,096 GPUs; with --html as a picture")
     add("--config", type=Path, metavar="FILE", help="write the recommended settings for `paceline train`")
     add("--html", type=Path, metavar="FILE", help="write the answer as one page")
-    _add_result_options(parser)
+    add("--json", type=Path, metavar="FILE", help="write figures, ranges and assumptions to FILE")
     parser.set_defaults(command=_plan)
 
 

@@ -23,7 +23,7 @@ from paceline.evidence.page import (
     table,
     write_page,
 )
-from paceline.evidence.plan import LEVERS, Answer, Question, answer, levers, simulate_arm
+from paceline.evidence.plan import LEVERS, Answer, Question, levers, simulate_arm
 from paceline.evidence.recipe import recommended
 from paceline.evidence.run_model import STAGES
 
@@ -127,6 +127,3 @@ def _scaling_panel(scaling: Sweep, question: Question) -> Panel:
     left.legend(fontsize=7)
     note = "The batch stays as it is, so engines have ever fewer requests, and the longest response sets the end."
     return Panel(title=title, note=note, svg=svg(figure, title))
-
-
-__all__ = ["Sweep", "answer", "sweep", "write_plan_page"]

@@ -1,4 +1,4 @@
-"""The published figures as cells, each with what the simulator says about it; and the split into a half to fit and a half held out.
+"""Published figures as cells, each with what the simulator says about it; and their split into a half to fit and one held out.
 
 What a paper does not state (how many rollouts an engine has, how long they are, what share of a step is generation) is an
 `Assumption` with a name, fitted together with the `Constants` of engine_model.py on the fitting half. Cells of one mechanism form a
@@ -20,7 +20,7 @@ from paceline.config import FixedSelector, SelectorConfig, TableSelector
 from paceline.evidence.engine_model import PLAIN, Constants, Draft, DrafterKind, EngineModel, drafts
 from paceline.evidence.hardware import GPUS, SHAPES, Gpu, ModelShape, Precision
 from paceline.evidence.lengths import Lengths, lognormal
-from paceline.evidence.run_model import Scenario, Times, simulate
+from paceline.evidence.run_model import Scenario, simulate
 
 SPLIT_SEED = 6
 HELDOUT_P90 = 0.25
@@ -237,7 +237,7 @@ def _end_to_end_cells(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mappin
             nodes = int(workload.partition(", ")[2].split()[0])
 
             def scaling(world: World, model=model, nodes=nodes) -> float:
-                return tlt_step(world, model, nodes)
+                return _tlt_step(world, model, nodes)
 
             yield _cell(f"tlt {model} {nodes} nodes", f"tlt step {model}", row, row["speedup"], scaling)
         elif row["kind"] == "simulated":
@@ -247,7 +247,7 @@ def _end_to_end_cells(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mappin
         elif "lag" in note:
 
             def lag(world: World, alpha=alphas[workload]) -> float:
-                return nvidia_lag(world, alpha)
+                return _nvidia_lag(world, alpha)
 
             yield _cell(f"nvidia {workload} lag 1", "nvidia step", row, row["speedup"], lag)
         else:
@@ -259,7 +259,7 @@ def _end_to_end_cells(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mappin
             yield _cell(f"nvidia {workload} synchronous", "nvidia step", row, row["speedup"], step)
 
 
-def nvidia_lag(world: World, alpha: float) -> float:
+def _nvidia_lag(world: World, alpha: float) -> float:
     """RL-Think with lag 1: 12 nodes of 4 generate while the learner works. The learner's time is the published share of the plain
     step (64.6 of 75.0 s are not exposed generation) of what overlapping batches take if the learner takes no time."""
     a = world.assumptions
@@ -321,7 +321,7 @@ ELASTIC = 32
 """TLT speculates below so many active requests."""
 
 
-def tree(verified: int, alpha: float) -> Draft:
+def _tree(verified: int, alpha: float) -> Draft:
     return Draft(verified=verified, passes=TREE_DEPTH, width=TREE_WIDTH, alpha=alpha)
 
 
@@ -333,7 +333,7 @@ def _trees() -> tuple[tuple[int, float], ...]:
 
 def _tlt_model(world: World, shape: str, gpu: str, gpus: int, options: Mapping[int, Draft] | None = None) -> EngineModel:
     if options is None:
-        options = {0: PLAIN} | {i: tree(verified, alpha) for i, (verified, alpha) in enumerate(_trees(), start=1)}
+        options = {0: PLAIN} | {i: _tree(verified, alpha) for i, (verified, alpha) in enumerate(_trees(), start=1)}
     return EngineModel(
         gpu=GPUS[gpu],
         shape=SHAPES[shape],
@@ -356,7 +356,7 @@ def _table(model: EngineModel, context: float) -> TableSelector:
     return TableSelector(ranges=(*((batch, batch, k) for batch, k in enumerate(best, start=1)), (ELASTIC, 4096, 0)))
 
 
-def tlt_step(world: World, shape: str, nodes: int) -> float:
+def _tlt_step(world: World, shape: str, nodes: int) -> float:
     """A step of TLT over one of veRL: generation on every GPU, then log-probabilities and update on every GPU."""
     a = world.assumptions
     gpus = 2 if shape == "Qwen2.5-7B" else 4
@@ -448,10 +448,3 @@ def _fp8_cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
             return plain_s / _fp8_generation_s(world, shape, gpus, *kinds)
 
         yield _cell(f"fp8 {shape} {row['what']}", "fp8 gain", row, 1 + sum(row["rollout_gain"]) / 2, gain)
-
-
-def predictions(some: Sequence[Cell], world: World) -> dict[str, float]:
-    return {cell.name: cell.predict(world) for cell in some}
-
-
-__all__ = ["NOT_REPRODUCED", "Assumptions", "Cell", "Times", "World", "cells", "nvidia_lag", "predictions", "split", "tlt_step"]
