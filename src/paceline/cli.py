@@ -22,6 +22,7 @@ _EPILOG = """start here:
   paceline demo                                    build the small arena policy, train it, write a report (about 10 minutes)
   paceline train configs/arena.toml run.steps=10   train as a config says; any setting can be overridden
   paceline report runs/arena                       turn a run into one HTML page
+  paceline plan Qwen/Qwen3-8B --gpus 8xH100 --batch 512 --lengths 4000/32768      what a run would gain, before it is paid for
 """
 
 BENCHES = {
@@ -34,6 +35,7 @@ BENCHES = {
     "drafter": "does the drafter follow the policy for free and give way at once (estimated: 25 minutes)",
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",
+    "plan": "the simulator behind `paceline plan` against published figures; --arena: against engines here (estimated: 2 minutes)",
     "precision": "FP8 against BF16 with and without speculation: speed, KV capacity, mismatch (estimated: 25 minutes)",
     "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 20 minutes)",
     "selector": "how fast the selector learns from nothing; what a shrinking batch does (about 17 minutes)",
@@ -110,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("name", choices=("tiny", "small", "large"), nargs="?", default="small")
     build.set_defaults(command=_arena_build)
 
+    _add_plan(commands.add_parser("plan", help="what a run would gain on given hardware, and the settings for it"))
     _add_draft(commands.add_parser("draft", help="train a drafter for a policy"))
     _add_export(commands.add_parser("export", help="hand a drafter to others: a checkpoint for stock vLLM, with a card"))
 
@@ -125,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="a.b=value", help="correction, drafter, learning: settings of the runs; costs: precision"
     )
     bench.add_argument("--html", type=Path, metavar="FILE", help="rollout, precision: write tables and pictures as one page")
-    bench.add_argument("--costs", type=Path, metavar="FILE", help="costs only: write a file for speculation.selector.costs")
+    bench.add_argument("--costs", type=Path, metavar="FILE", help="costs: write speculation.selector.costs; plan --arena: read it")
+    bench.add_argument("--fit", action="store_true", help="plan only: fit the simulator's constants again and print them")
+    bench.add_argument("--arena", action="store_true", help="plan only: predicted against measured on this machine's engines")
     _add_result_options(bench)
     bench.set_defaults(command=_bench)
 
@@ -190,6 +195,44 @@ def _add_certify_lossless(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plant", metavar="FAULT", help="residual, temperature, stale, accept or logp-shift")
     _add_result_options(parser)
     parser.set_defaults(command=_certify_lossless)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "What would speculation, idle-worker drafting, FP8 and asynchrony gain, each alone and all together? No GPU is needed:\n"
+        "the loop of `paceline train` runs with simulated engines and learner on a virtual clock. Prints the time of a step by\n"
+        "stage, what limits it, how it depends on acceptance and lengths, and a range: nine of ten published results that the\n"
+        "simulator was not fitted to lie within it (`paceline bench plan`). docs/plan.md explains the model."
+    )
+    parser.epilog = (
+        "examples:\n"
+        "  paceline plan Qwen/Qwen3-8B --gpus 8xH100 --batch 512 --lengths lengths.txt --config planned.toml\n"
+        "  paceline plan path/to/config.json --gpus 64xH200 --lengths runs/arena/metrics.jsonl --html plan.html --sweep\n"
+        "  paceline plan configs/mine.toml --gpus 16xA100 --lengths 4000/32768        batch and group size as the config says\n"
+        "  paceline plan Qwen/Qwen2.5-7B --gpus 8xH20 --batch 2048 --lengths 2000/8192   where drafts do not pay"
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL|CONFIG", help="Hugging Face config.json or its directory, known name, or TOML config")
+    add("--gpus", required=True, metavar="NxGPU", help="such as 8xH100; a kind that is not known lists those that are")
+    add("--batch", type=int, metavar="N", help="rollouts in a step (512, or as the config says)")
+    add("--group-size", type=int, metavar="N", help="rollouts of a prompt (16, or as the config says)")
+    lengths = "of responses: metrics.jsonl of a run, a file with one length (or length and count) a line, or such as 4000/32768"
+    add("--lengths", required=True, metavar="FILE|MEAN/MAX", help=lengths)
+    add("--prompt-tokens", type=int, default=256, metavar="N", help="of a usual prompt (%(default)s)")
+    add("--drafter", choices=("eagle3", "dflash", "ngram"), default="eagle3", help="who proposes (%(default)s)")
+    accepted = "tokens that a verification of 3 drafts emits, bonus included (published: EAGLE-3 2.64, n-gram 2.26)"
+    add("--accepted-length", type=float, metavar="A", help=accepted)
+    add("--trained-length", type=float, metavar="A", help="the same if the drafter is trained along (published: 2.80)")
+    add("--tensor-parallel", type=int, metavar="N", help="GPUs of an engine (the fewest that fit)")
+    add("--learner-gpus", type=int, metavar="N", help="GPUs of the learner (what makes a step shortest)")
+    add("--lag", type=int, default=1, metavar="N", help="of the asynchronous arms, in batches (%(default)s)")
+    add("--costs", type=Path, metavar="FILE", help="step times measured by `paceline bench costs`, in place of a roofline")
+    add("--sweep", action="store_true", help="also the same batch on 8 to 4,096 GPUs; with --html as a picture")
+    add("--config", type=Path, metavar="FILE", help="write the recommended settings for `paceline train`")
+    add("--html", type=Path, metavar="FILE", help="write the answer as one page")
+    add("--json", type=Path, metavar="FILE", help="write figures, ranges and assumptions to FILE")
+    parser.set_defaults(command=_plan)
 
 
 def _add_draft(parser: argparse.ArgumentParser) -> None:
@@ -335,8 +378,51 @@ def _export_drafter(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from paceline.evidence.plan import answer, result, text
+    from paceline.evidence.plan_page import sweep, write_plan_page
+    from paceline.evidence.recipe import question_of, write
+
+    question = question_of(
+        options.model,
+        gpus=options.gpus,
+        lengths=options.lengths,
+        num_rollouts=options.batch,
+        group_size=options.group_size,
+        prompt_tokens=options.prompt_tokens,
+        drafter=options.drafter,
+        accepted_length=options.accepted_length,
+        trained_length=options.trained_length,
+        tensor_parallel=options.tensor_parallel,
+        learner_gpus=options.learner_gpus,
+        lag=options.lag,
+        costs_file=options.costs,
+    )
+    found = answer(question, progress=_progress)
+    scaling = sweep(question, progress=_progress) if options.sweep else None
+    print(text(found))
+    details = {}
+    if scaling is not None:
+        details = {"sweep": {"gpus": scaling.gpus, "step_s": scaling.step_s}}
+        print("\n    GPUs  plain step  together")
+        for place, number in enumerate(scaling.gpus):
+            print(f"{number:8}{scaling.step_s['plain'][place]:11.1f}s{scaling.speedups('together')[place]:10.2f}")
+    if options.html is not None:
+        write_plan_page(found, options.html, scaling=scaling)
+        print(f"written: {options.html}")
+    if options.config is not None:
+        write(found, options.config)
+        print(f"\nwritten: {options.config}; fill in data and drafter, then: paceline train {options.config}")
+    if options.json is not None:
+        result(found, details=details).write(options.json)
+        print(f"written: {options.json}")
+    return 0
+
+
 def _bench(options: argparse.Namespace) -> int:
     arguments: dict[str, Any] = {"progress": _progress}
+    if options.name == "plan":
+        return _bench_plan(options)
     if options.name != "control":  # which needs no policy
         arguments["cache_root"] = _cache_root()
     if options.name in ("correction", "drafter", "learning"):
@@ -357,6 +443,16 @@ def _bench(options: argparse.Namespace) -> int:
         write_precision_page(result, options.html)
         print(f"written: {options.html}")
     return _publish(result, options)
+
+
+def _bench_plan(options: argparse.Namespace) -> int:
+    if options.arena:
+        from paceline.bench import plan_arena
+
+        return _publish(plan_arena.run(progress=_progress, cache_root=_cache_root(), costs_file=options.costs), options)
+    from paceline.bench import plan
+
+    return _publish(plan.run(progress=_progress, refit=options.fit), options)
 
 
 def _certify_logp(options: argparse.Namespace) -> int:

@@ -115,30 +115,49 @@ class SimulatedEngine:
 
     def _finish(self, request: RolloutRequest, length: int, started_s: float, version: int) -> None:
         self._running -= 1
-        rollout = Rollout(
-            group_id=request.group_id,
-            index=request.index,
-            prompt_ids=request.prompt_ids,
-            token_ids=_zeros(length, np.int32),
-            logp=_zeros(length, np.float32),
-            finish_reason="length" if length >= request.max_tokens else "stop",
-            policy_version=version,
-            policy_version_end=self.policy_version,
-            engine=self.name,
-            started_s=started_s,
-            finished_s=asyncio.get_running_loop().time(),
+        rollout = finished_rollout(
+            request, length, engine=self.name, started_s=started_s, version=version, version_end=self.policy_version
         )
         self._finished.append(rollout)
         self._news.set()
         self._fill()
 
 
-_ZEROS = {np.int32: np.zeros(65536, np.int32), np.float32: np.zeros(65536, np.float32)}
+_ZERO = {np.int32: np.zeros(1, np.int32), np.float32: np.zeros(1, np.float32)}
 
 
 def _zeros(length: int, dtype: type[Any]) -> Any:
-    """A view of shared zeros: contents of simulated rollouts are never read, only their lengths."""
-    return _ZEROS[dtype][:length]
+    """One zero seen many times: contents of simulated rollouts are never read, only their lengths."""
+    return np.broadcast_to(_ZERO[dtype], length)
+
+
+def finished_rollout(
+    request: RolloutRequest,
+    length: int,
+    *,
+    engine: str,
+    started_s: float,
+    version: int,
+    version_end: int,
+    drafts: tuple[int, int, int] = (0, 0, 0),
+) -> Rollout:
+    """A rollout without content that ends now; `drafts`: verifications, drafted and accepted tokens."""
+    return Rollout(
+        group_id=request.group_id,
+        index=request.index,
+        prompt_ids=request.prompt_ids,
+        token_ids=_zeros(length, np.int32),
+        logp=_zeros(length, np.float32),
+        finish_reason="length" if length >= request.max_tokens else "stop",
+        policy_version=version,
+        policy_version_end=version_end,
+        engine=engine,
+        started_s=started_s,
+        finished_s=asyncio.get_running_loop().time(),
+        num_verifications=drafts[0],
+        num_drafted=drafts[1],
+        num_accepted=drafts[2],
+    )
 
 
 @dataclass(slots=True, kw_only=True)
