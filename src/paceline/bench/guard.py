@@ -296,15 +296,12 @@ def _int4(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _load(model_path: Path, weights: Mapping[str, torch.Tensor] | None = None) -> PreTrainedModel:
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
-    )
+    """A copy of the policy in BF16, with these weights rounded into it. Rotary frequencies stay in FP32, as in an engine."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16, attn_implementation="sdpa", use_safetensors=True)
     if weights is not None:
         unknown = model.load_state_dict(dict(weights), strict=False).unexpected_keys
         assert not unknown, unknown
-    model = model.to(torch.bfloat16).eval()
-    assert isinstance(model, PreTrainedModel)
-    return model
+    return model.eval()
 
 
 @contextmanager
