@@ -1,16 +1,20 @@
-"""Does FP8 stay what it should be while the policy moves: weights after every update, KV scales, and what looking after them costs.
+"""Does FP8 stay what it should be while the policy moves, and what does looking after it cost?
 
-updates   arena:large is trained for some steps; after each, every quantised tensor and scale that both engines hold is read
-          from their memory and compared with the reference. Then faults are planted, which must be found.
-scales    arena:small with keys times 256 and queries over 256: the same function, but keys that a scale of 1 cannot hold.
-          k3 with scales of 1, with scales calibrated on the batch before (as a run does), and with an oracle's, which come
-          from every token of the measured rollouts
-overhead  calibration, the reference's quantisation and fingerprints of it at both ends, over the whole of a step
+    updates   arena:large is trained for some steps; after each, every quantised tensor and scale that both engines hold is read
+              from their memory and compared with the reference. Then faults are planted, which must be found.
+    scales    arena:small with keys times 256 and queries over 256: the same function, but keys that a scale of 1 cannot hold.
+              k3 with scales of 1, with scales calibrated on the batch before (as a run does), and with an oracle's, which come
+              from every token of the measured rollouts
+    overhead  calibration, the reference's quantisation and fingerprints of it at both ends, over the whole of a step of
+              arena:small with 128 rollouts
+
+Rewards are made up: here the policy only has to move.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import tempfile
 import time
@@ -41,6 +45,7 @@ _PROMPTS, _TRAINED_ON = 1024, 256
 _ORACLE = CalibrationConfig(share=1.0, max_tokens=10**9)
 """Every token, and the very ones that are measured."""
 CONFIG = EngineConfig(max_num_seqs=32, kv_cache_gb=0.5, weights="fp8", kv_cache="fp8", call_deadline_s=300)
+_SECONDS = ("step_s", "calibrate_s", "reference_s", "held_s")
 GOALS: dict[str, Goal] = {
     "fp8_tensors_wrong": ("<=", 0.0),
     "faults_found": (">=", 4.0),
@@ -52,7 +57,7 @@ GOALS: dict[str, Goal] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Seconds of one RL step of arena:large, and what FP8 adds to it."""
+    """Seconds of one RL step and of what FP8 adds to it, and how many tensors were wrong after it."""
 
     step_s: float
     calibrate_s: float
@@ -83,11 +88,12 @@ def run(
     path = resolve(model, cache_root=cache_root, progress=progress)
     small = resolve(trained, cache_root=cache_root, progress=progress)
     k3 = asyncio.run(_scales(small, seed, progress))
-    steps, faults = asyncio.run(_updates(path, updates, seed, progress))
+    steps, faults = asyncio.run(_updates(path, _short(_requests(path, 4, seed), 32), updates, updates, seed, progress))
+    whole, _ = asyncio.run(_updates(small, _requests(small, 128, seed), 4, 2, seed, progress))
     pairs = {
         "k3_recalibrated_over_unit": [r / u for r, u in zip(k3["recalibrated"], k3["unit"], strict=True)],
         "k3_recalibrated_over_oracle": [r / o for r, o in zip(k3["recalibrated"], k3["oracle"], strict=True)],
-        "overhead_share": [step.overhead for step in steps if step.step_s > 0],
+        "overhead_share": [step.overhead for step in whole[1:]],
     }
     figures = {"fp8_tensors_wrong": float(sum(s.num_wrong for s in steps)), "faults_found": float(sum(faults.values()))}
     figures |= {name: middle(values)[0] for name, values in pairs.items()}
@@ -106,8 +112,8 @@ def run(
             "faults": faults,
             "k3": k3,
             "seconds": {
-                name: median(getattr(step, name) for step in steps if step.step_s > 0)
-                for name in ("step_s", "calibrate_s", "reference_s", "held_s")
+                which: {name: median(getattr(step, name) for step in timed) for name in _SECONDS}
+                for which, timed in ((model, steps[-1:]), (trained, whole[1:]))
             },
             "steal_share": CpuTimes.now().steal_share_since(before),
         },
@@ -117,12 +123,14 @@ def run(
 # Weights after every update.
 
 
-async def _updates(path: Path, updates: int, seed: int, progress: Progress) -> tuple[list[Step], dict[str, bool]]:
-    """Most steps have a few rollouts, to move the policy; the last three are whole ones, which the overhead is a share of."""
+async def _updates(
+    path: Path, requests: Sequence[RolloutRequest], updates: int, timed_from: int, seed: int, progress: Progress
+) -> tuple[list[Step], dict[str, bool]]:
+    """The same requests at every step, to both engines, each on a core of its own. From step `timed_from` on, what FP8 adds is
+    timed, which takes two more stagings."""
     cores = sorted(os.sched_getaffinity(0))
-    learner = FsdpLearner(
-        path, LearnerConfig(learning_rate=1e-4, microbatch_tokens=1024), ObjectiveConfig(), temperature=1.0, seed=seed
-    )
+    config = LearnerConfig(learning_rate=5e-5, microbatch_tokens=1024)
+    learner = FsdpLearner(path, config, ObjectiveConfig(), temperature=1.0, seed=seed)
     sender = ShmSender()
     engines: list[VllmEngine] = []
     try:
@@ -131,19 +139,19 @@ async def _updates(path: Path, updates: int, seed: int, progress: Progress) -> t
             cpus = [cores[index % len(cores)]]
             engines.append(await VllmEngine.start(f"engine-{index}", path, CONFIG, seed=seed + index, cpus=cpus))
         bench = _Bench(learner, sender, engines)
-        requests = arena_requests(path, num_prompts=64, group_size=1, max_tokens=640, seed=seed)
-        learner.calibrate([Sample.of(r, 0.0) for r in await bench.generate(_short(requests[:4], 1))], 0)
-        await bench.sync(0)
         steps = []
         for version in range(1, updates + 1):
-            whole = version > updates - 3
-            steps.append(await bench.step(version, requests if whole else _short(requests[:8], 48), whole=whole))
+            steps.append(await bench.step(version, requests, timed=version >= timed_from))
             progress(f"update {version} of {updates}: {steps[-1].num_wrong} of {steps[-1].num_checked} tensors wrong")
         return steps, await bench.faults(updates + 1)
     finally:
         sender.close()
         learner.close()
         await asyncio.gather(*(engine.close() for engine in engines))
+
+
+def _requests(path: Path, num: int, seed: int) -> list[RolloutRequest]:
+    return arena_requests(path, num_prompts=num, group_size=1, max_tokens=640, seed=seed)
 
 
 def _short(requests: Sequence[RolloutRequest], max_tokens: int) -> list[RolloutRequest]:
@@ -177,8 +185,8 @@ class _Bench:
     async def held(self) -> list[dict[str, str]]:
         return [(await engine.rpc("held_fp8"))[0] for engine in self._engines]
 
-    async def step(self, version: int, requests: Sequence[RolloutRequest], *, whole: bool) -> Step:
-        """As a run's: rollouts, log-probabilities, update, calibration, sync. Rewards are made up: half of them good."""
+    async def step(self, version: int, requests: Sequence[RolloutRequest], *, timed: bool) -> Step:
+        """As a run's: rollouts, log-probabilities, update, calibration, sync."""
         began_s = time.perf_counter()
         rollouts = await self.generate(requests)
         samples = [Sample.of(rollout, 1.0 if rollout.group_id % 2 else -1.0) for rollout in rollouts]
@@ -192,12 +200,11 @@ class _Bench:
         expected = self._expected
         held = await self.held()
         wrong = sum(len(mismatched(expected, found)) for found in held)
-        held_s, reference_s = (await self._held_s(), self._reference_s(version)) if whole else (0.0, 0.0)
         return Step(
-            step_s=done_s - began_s if whole else 0.0,
+            step_s=done_s - began_s,
             calibrate_s=calibrated_s - update_s,
-            reference_s=reference_s,
-            held_s=held_s,
+            reference_s=self._reference_s(version) if timed else math.nan,
+            held_s=await self._held_s() if timed else math.nan,
             num_wrong=wrong,
             num_checked=len(expected) * len(held),
             num_changed=len(mismatched(before, expected)),

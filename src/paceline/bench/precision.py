@@ -306,11 +306,11 @@ def _best(timings: Mapping[str, Timings], arm: str) -> dict[Cell, list[float]]:
 
 
 def _memory_bound(bf16: Timings, cell: Cell) -> bool:
-    """Judged by plain BF16 steps of as many tokens, where one was measured, at the same context."""
-    num_tokens = cell.batch * (cell.k + 1)
-    alone = median(bf16.step_s[Cell(cell.context, 1, 0)])
-    as_many = Cell(cell.context, num_tokens, 0)
-    return as_many in bf16.step_s and median(bf16.step_s[as_many]) <= _MEMORY_BOUND * alone
+    """Judged by plain BF16 steps of as many tokens at the same context; a single request is."""
+    alone, as_many = Cell(cell.context, 1, 0), Cell(cell.context, cell.batch * (cell.k + 1), 0)
+    if cell.batch == 1:
+        return True
+    return as_many in bf16.step_s and median(bf16.step_s[as_many]) <= _MEMORY_BOUND * median(bf16.step_s[alone])
 
 
 def _table(timings: Mapping[str, Timings], value: Callable[[str, Cell], float]) -> dict[str, dict[str, float]]:

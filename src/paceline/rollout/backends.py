@@ -176,11 +176,12 @@ def held_fp8(worker: Worker) -> dict[str, str]:
 def plant_fault(worker: Worker, kind: str) -> None:
     """One bit of one layer (`weight`), one block's scale (`scale`), or the KV scales that a reload leaves (`kv_scales`)."""
     model = worker.get_model()
-    _, layer = next(_quantised_layers(model))
-    if kind == "weight":
-        cast("torch.Tensor", layer.weight).data.view(torch.uint8)[0, 0] ^= 1
-    elif kind == "scale":
-        cast("torch.Tensor", layer.weight_scale_inv).data[0, 0] *= 2
+    if kind in ("weight", "scale"):
+        _, layer = next(_quantised_layers(model))
+        if kind == "weight":
+            cast("torch.Tensor", layer.weight).data.view(torch.uint8)[0, 0] ^= 1
+        else:
+            cast("torch.Tensor", layer.weight_scale_inv).data[0, 0] *= 2
     elif kind == "kv_scales":
         ones = (1.0,) * len(_scaled_attention(model))
         set_kv_scales(model, KvScales(version=0, q=ones, k=ones, v=ones))
