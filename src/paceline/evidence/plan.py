@@ -217,15 +217,15 @@ def best_layout(question: Question, *, gain: float = 1.0, lag: int = 0) -> Layou
 # ── the answer
 
 
-def simulate_arm(question: Question, lever: str) -> Arm:
-    """Of a fleet too large for it, leases are not simulated: its drafter is as good as a trained one from the start."""
+def simulate_arm(question: Question, lever: str, *, leases: bool = True) -> Arm:
+    """Without leases, and in a fleet too large to simulate them, the drafter is as good as a trained one from the start."""
     together = lever == "together"
     precision: Precision = "fp8" if lever == "FP8" or (together and question.has_fp8) else "bf16"
     lag = question.lag if together or lever == "asynchrony" else 0
     speculates = together or lever in ("speculation", "idle-worker drafting")
     layout = best_layout(question, gain=0.6 * question.accepted_length if together else 1.0, lag=lag)
     trains = question.has_training and (together or lever == "idle-worker drafting")
-    lends = trains and layout.num_engines <= MOST_LEASED
+    lends = trains and leases and layout.num_engines <= MOST_LEASED
     length = question.trained_length if trains and not lends else question.accepted_length
     arm = scenario(question, layout, alpha=length if speculates else None, precision=precision, lag=lag)
     if not lends:
