@@ -322,11 +322,12 @@ def _warnings(question: Question, arms: Mapping[str, Arm]) -> tuple[str, ...]:
     gain = plain.times.step_s / fast.times.step_s
     k, at_first = step_gain(model, batch, context)
     if gain < 1.05:
-        share = plain.times.generation_s / plain.times.step_s
-        why = f"generation is only {share:.0%} of a step" if share < 0.3 else f"{batch} requests keep a {question.gpu.name} busy"
+        faster = plain.times.generation_s / fast.times.generation_s
+        busy = f"{batch} requests keep the compute of a {question.gpu.name} busy, so that every token to verify costs time"
+        small = f"generation is only {plain.times.generation_s / plain.times.step_s:.0%} of a step"
         lines.append(
-            f"speculation will not pay here: {gain:.2f} times plain, {plain.times.generation_s / fast.times.generation_s:.2f} in "
-            f"generation, because {why}; fewer rollouts for each engine, or more acceptance, would change that"
+            f"speculation will not pay here: {gain:.2f} times plain, {faster:.2f} in generation. "
+            f"{busy if faster < 1.1 else small}; fewer rollouts for each engine, or more acceptance, would change that"
         )
     elif k == 0 or at_first < 1.05:
         pays = next((size for size in range(batch, 0, -1) if step_gain(model, size, context)[1] >= 1.05), 0)

@@ -287,7 +287,7 @@ def _nvidia_lag(world: World, alpha: float) -> float:
         middle = (low + high) / 2
         times = simulate(replace(base, learner_s_per_token=middle * usual))
         low, high = (middle, high) if times.generation_s / times.step_s > 10.4 / 75.0 else (low, middle)
-    slow = replace(base, learner_s_per_token=middle * usual)
+    slow = replace(base, learner_s_per_token=(low + high) / 2 * usual)
     return simulate(slow).step_s / simulate(replace(slow, model=fast, selector=FixedSelector(draft_length=3))).step_s
 
 
