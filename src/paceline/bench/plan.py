@@ -41,11 +41,13 @@ GOALS: dict[str, Goal] = {
 }
 
 SEEN = (
-    "The form of the model and every constant were settled on the fitting half before a held-out error was looked at. Then one "
-    "thing was changed: the lag cell's learner took its time from a run without a learner, which exposed more generation than "
-    "published; it is now set to the published share. Before: lag_error 0.197, heldout_p90_error 0.215. Nothing was fitted again."
+    "All published figures were read before the model was written, and its mechanisms (steps too large for a graph, hosts that "
+    "look for n-grams) were thought of with all of them in view. Terms were then added and every constant fitted by errors on the "
+    "fitting half alone, before a held-out error was computed. After that one thing was changed: the lag cell's learner took its "
+    "time from a run without a learner, which exposed more generation than published; it is now set to the published share. "
+    "Before: lag_error 0.197, heldout_p90_error 0.215. Nothing was fitted again."
 )
-"""What was done after the held-out errors had been seen."""
+"""What was known when, and what was done after held-out errors had been seen."""
 
 
 def run(*, progress: Callable[[str], None], refit: bool = False) -> Result:
@@ -71,7 +73,7 @@ def run(*, progress: Callable[[str], None], refit: bool = False) -> Result:
             "cells": rows,
             "median_error_by_family": _by_family(rows),
             "not_reproduced": dict(NOT_REPRODUCED),
-            "after_held_out_errors_were_seen": SEEN,
+            "what_was_seen_when": SEEN,
             "constants": asdict(world.constants),
             "assumptions": asdict(world.assumptions),
             "when_2.5_holds": _conditions(world.constants),
