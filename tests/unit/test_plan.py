@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,11 +45,12 @@ def equal(length: int) -> Lengths:
 
 
 def engine(**changes) -> EngineModel:
-    return EngineModel(**{"gpu": GPUS["H100"], "shape": SHAPES["Qwen3-8B"], **changes})
+    settings: dict[str, Any] = {"gpu": GPUS["H100"], "shape": SHAPES["Qwen3-8B"], **changes}
+    return EngineModel(**settings)
 
 
 def question(**changes) -> Question:
-    settings = {
+    settings: dict[str, Any] = {
         "shape": SHAPES["Qwen3-8B"],
         "gpu": GPUS["H100"],
         "num_gpus": 8,
@@ -226,9 +228,15 @@ def test_a_measured_engine_takes_the_seconds_that_were_measured():
 
 
 def scenario(**changes) -> Scenario:
-    return Scenario(
-        **{"model": engine(), "num_engines": 2, "num_groups": 8, "group_size": 8, "lengths": lognormal(500, 4096), **changes}
-    )
+    settings: dict[str, Any] = {
+        "model": engine(),
+        "num_engines": 2,
+        "num_groups": 8,
+        "group_size": 8,
+        "lengths": lognormal(500, 4096),
+        **changes,
+    }
+    return Scenario(**settings)
 
 
 def test_equal_requests_take_steps_times_seconds():
@@ -362,7 +370,13 @@ def test_wrong_questions_are_refused_with_what_to_do():
 def test_a_config_is_a_question_too(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('[policy]\nmodel = "Qwen3-8B"\n[rollout]\nprompts_per_step = 4\ngroup_size = 8\n')
-    settings = {"gpus": "8xH100", "lengths": "1000/8000", "num_rollouts": None, "group_size": None, "prompt_tokens": 64}
+    settings: dict[str, Any] = {
+        "gpus": "8xH100",
+        "lengths": "1000/8000",
+        "num_rollouts": None,
+        "group_size": None,
+        "prompt_tokens": 64,
+    }
     settings |= {"drafter": "eagle3", "accepted_length": None, "trained_length": None, "tensor_parallel": None}
     asked = question_of(str(file), **settings, learner_gpus=None, lag=1, costs_file=None)
     assert (asked.num_rollouts, asked.group_size, asked.shape.hidden) == (32, 8, 4096)

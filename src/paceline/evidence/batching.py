@@ -237,6 +237,7 @@ class BatchingEngine:
                     version=job.version,
                     version_end=self.policy_version,
                     drafts=(round(verifications), round(drafted), round(accepted)),
+                    num_logp=1,
                 )
             )
             self._news.set()

@@ -163,8 +163,12 @@ class EngineModel:
                 "(--tensor-parallel), larger ones, or FP8"
             )
 
-    @cached_property
+    @property
     def capacity_tokens(self) -> float:
+        return self._capacity
+
+    @cached_property
+    def _capacity(self) -> float:
         room = self.tensor_parallel * (self.memory_utilization * self.gpu.memory_gb - RESERVE_GB) * 1e9
         room -= self.shape.weight_bytes(self.weights) + self.draft_params * BYTES["bf16"]
         copies = self.tensor_parallel if self.shape.kv_rank else max(1.0, self.tensor_parallel / self.shape.kv_heads)

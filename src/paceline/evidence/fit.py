@@ -83,7 +83,8 @@ def fit(cells: Sequence[Cell], start: World = START, *, rounds: int = 8, progres
         normal = slope_CP.T @ (weight[:, None] * slope_CP) + np.diag(1 / width**2)
         gradient = slope_CP.T @ (weight * errors) + (here - origin) / width**2
         for _ in range(6):
-            move = np.clip(-np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient), -0.5, 0.5)
+            whole = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
+            move = np.asarray(np.clip(whole, -0.5, 0.5), np.float64)
             tried = _bounded(names, here + move)
             tried_errors = _errors(cells, _world(names, tried))
             tried_loss = _loss(tried_errors, (tried - origin) / width)

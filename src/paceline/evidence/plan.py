@@ -192,7 +192,7 @@ def scenario(question: Question, layout: Layout, *, alpha: float | None, precisi
         lag=lag,
         learner_s_per_token=6 * question.shape.active_params / flops,
         sync_s=sync_s,
-        steps=1 + lag,
+        steps=2 if lag else 1,
     )
 
 
@@ -217,15 +217,15 @@ def best_layout(question: Question, *, gain: float = 1.0, lag: int = 0) -> Layou
 # ── the answer
 
 
-def simulate_arm(question: Question, lever: str) -> Arm:
-    """Of a fleet too large for it, leases are not simulated: its drafter is as good as a trained one from the start."""
+def simulate_arm(question: Question, lever: str, *, leases: bool = True) -> Arm:
+    """Without leases, and in a fleet too large to simulate them, the drafter is as good as a trained one from the start."""
     together = lever == "together"
     precision: Precision = "fp8" if lever == "FP8" or (together and question.has_fp8) else "bf16"
     lag = question.lag if together or lever == "asynchrony" else 0
     speculates = together or lever in ("speculation", "idle-worker drafting")
     layout = best_layout(question, gain=0.6 * question.accepted_length if together else 1.0, lag=lag)
     trains = question.has_training and (together or lever == "idle-worker drafting")
-    lends = trains and layout.num_engines <= MOST_LEASED
+    lends = trains and leases and layout.num_engines <= MOST_LEASED
     length = question.trained_length if trains and not lends else question.accepted_length
     arm = scenario(question, layout, alpha=length if speculates else None, precision=precision, lag=lag)
     if not lends:
@@ -322,11 +322,12 @@ def _warnings(question: Question, arms: Mapping[str, Arm]) -> tuple[str, ...]:
     gain = plain.times.step_s / fast.times.step_s
     k, at_first = step_gain(model, batch, context)
     if gain < 1.05:
-        share = plain.times.generation_s / plain.times.step_s
-        why = f"generation is only {share:.0%} of a step" if share < 0.3 else f"{batch} requests keep a {question.gpu.name} busy"
+        faster = plain.times.generation_s / fast.times.generation_s
+        busy = f"{batch} requests keep the compute of a {question.gpu.name} busy, so that every token to verify costs time"
+        small = f"generation is only {plain.times.generation_s / plain.times.step_s:.0%} of a step"
         lines.append(
-            f"speculation will not pay here: {gain:.2f} times plain, {plain.times.generation_s / fast.times.generation_s:.2f} in "
-            f"generation, because {why}; fewer rollouts for each engine, or more acceptance, would change that"
+            f"speculation will not pay here: {gain:.2f} times plain, {faster:.2f} in generation. "
+            f"{busy if faster < 1.1 else small}; fewer rollouts for each engine, or more acceptance, would change that"
         )
     elif k == 0 or at_first < 1.05:
         pays = next((size for size in range(batch, 0, -1) if step_gain(model, size, context)[1] >= 1.05), 0)

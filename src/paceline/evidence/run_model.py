@@ -6,9 +6,11 @@ scenario ──▶ train (run/loop.py) over Fleet, Ledger, selectors (strategy/)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from paceline.config import Config, FixedSelector, SelectorConfig, load_config
@@ -128,11 +130,11 @@ def simulate(scenario: Scenario, *, coaching: Coaching | None = None) -> Times:
             BatchingEngine(
                 name=f"engine-{index}",
                 model=scenario.model,
-                selector=_selector(scenario, index),
+                selector=selector,
                 length_of=length_of,
                 max_num_seqs=scenario.max_num_seqs,
             )
-            for index in range(scenario.num_engines)
+            for index, selector in zip(range(scenario.num_engines), _selectors(scenario), strict=False)
         )
         with coaching(engines) if coaching is not None else nullcontext() as coach:
             parts = Parts(
@@ -167,15 +169,19 @@ def _config(scenario: Scenario) -> Config:
     )
 
 
-def _selector(scenario: Scenario, index: int) -> Selector:
-    """The real one. A measured selector begins with the cost file that `bench costs` would have written on this engine."""
+def _selectors(scenario: Scenario) -> Iterator[Selector]:
+    """The real ones, for every engine its own. A measured selector begins with what it learns from the cost file that `bench costs`
+    would have written on this engine; learnt once, because it is the same for all."""
     longest = max(scenario.model.options)
     config = scenario.selector or FixedSelector(draft_length=0)
     if config.kind == "measured" and config.costs is None:
         batches = tuple(batch_grid(scenario.max_num_seqs)[::4])
         prior = cost_file(scenario.model, batches=batches, context=scenario.prompt_tokens + scenario.lengths.mean / 2)
-        return Measured(CostModel(longest, prior), explore=config.explore, margin=config.margin, max_draft_length=longest)
-    return build_selector(config, max_draft_length=longest, max_num_requests=scenario.max_num_seqs, seed=index)
+        model = CostModel(longest, prior)
+        while True:
+            yield Measured(deepcopy(model), explore=config.explore, margin=config.margin, max_draft_length=longest)
+    for seed in count():
+        yield build_selector(config, max_draft_length=longest, max_num_requests=scenario.max_num_seqs, seed=seed)
 
 
 def _times(scenario: Scenario, sink: _Steps, engines: Sequence[BatchingEngine], seconds: float) -> Times:
