@@ -192,7 +192,7 @@ def scenario(question: Question, layout: Layout, *, alpha: float | None, precisi
         lag=lag,
         learner_s_per_token=6 * question.shape.active_params / flops,
         sync_s=sync_s,
-        steps=2 if lag else 1,
+        steps=1 + lag,
     )
 
 
