@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from drafter_cases import KINDS, VOCABULARY, make_documents, make_drafter, make_head
 from paceline.draft.kinds import guess
 from paceline.draft.lesson import Document, make_pack
-from paceline.draft.trainer import DrafterTrainer, Schedule, State, average, evaluate, expected_verifications
+from paceline.draft.trainer import DrafterTrainer, Schedule, State, average, evaluate, expected_verifications, trained
 
 CPU = torch.device("cpu")
 LENGTHS = [(3, 9), (1, 4), (6, 2), (2, 13), (4, 7)]
@@ -96,6 +97,27 @@ def test_training_goes_on_from_a_saved_state() -> None:
     assert second.run(lambda: False)
     for name, weight in second.drafter.state_dict().items():
         assert torch.equal(weight.nan_to_num(), whole[name].nan_to_num()), name
+
+
+def test_without_an_end_the_mean_of_the_last_steps_counts_and_training_goes_on_from_the_weights() -> None:
+    """Weights at a learning rate that never falls are noise around where they should be; a mean that is trained on would stand
+    still, and one that a lease forgets would begin anew."""
+    schedule = replace(SCHEDULE, num_steps=None)
+    whole = DrafterTrainer(make_drafter(), make_head(), schedule)
+    weights = [trained(whole.drafter)["fc.weight"].detach().clone()]
+    for seed in range(3):
+        train_slice(whole, seed, lengths=[(4, 12)])
+        weights.append(trained(whole.drafter)["fc.weight"].detach().clone())
+    assert whole.num_steps == 3
+    mean = torch.lerp(torch.lerp(weights[1], weights[2], 1 / 2), weights[3], 1 / 2)
+    torch.testing.assert_close(whole.state_dict()["drafter/fc.weight"], mean)
+    leased = DrafterTrainer(make_drafter(), make_head(), schedule)
+    for seed in range(3):
+        state = leased.state_dict()
+        leased = DrafterTrainer(make_drafter(seed=9), make_head(), schedule)
+        leased.load_state_dict(state)
+        train_slice(leased, seed, lengths=[(4, 12)])
+    assert_same(leased.state_dict(), whole.state_dict())
 
 
 def make_worker(state: State | None = None, *, kind: str = "eagle3") -> DrafterTrainer:

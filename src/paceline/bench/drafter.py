@@ -3,12 +3,13 @@
 Two engines of one core each, and a learner on the first of the two cores: the second engine stands apart from it and may be lent
 while it works, as an engine with a GPU of its own may.
 
-Drift. Three RL runs of one seed: with the offline drafter frozen and with the same drafter trained on idle engines, both at a
-learning rate that moves the policy; and with an untrained drafter trained on idle engines, at the arena's own. Draft length is
-fixed, so that accepted lengths can be compared; each is the mean of the last steps.
+Drift. Two RL runs with a drafter that is trained on idle engines: the offline one, at a learning rate that moves the policy; and an
+untrained one, at the arena's own. At the end of each the engines get, by turns, the drafter of the run and the offline drafter as
+it was, and sample the same prompts with the policy that the run has arrived at: two runs of one seed part ways, so that accepted
+lengths of two runs would be of two policies. Draft length is fixed.
 
-    online_over_frozen          accepted length at the end, trained over frozen
-    from_scratch_over_offline   of the untrained drafter at the end, over the offline one before the policy has moved
+    online_over_frozen          accepted length of the drafter that was trained on, over the same drafter left alone
+    from_scratch_over_offline   of the untrained drafter after the run, over the offline one
     idle_used                   seconds of training over seconds in which an engine without rollouts could be lent
 
 Cost. One run in which every batch of prompts comes twice, with places lent and not lent, the order changing from pair to pair. It
@@ -25,7 +26,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,20 +37,20 @@ import numpy as np
 
 from paceline.arena.policy import resolve
 from paceline.arena.problems import arena_task
-from paceline.config import Config, load_config
+from paceline.config import Config, LearnedDrafter, load_config
 from paceline.evidence.measure import CpuTimes, Result, environment, middle
 from paceline.metrics import JsonlSink, Recorder, read_metrics
-from paceline.run.cluster import Cluster, start_cluster
-from paceline.run.journal import Journal
+from paceline.run.cluster import Cluster, RemoteSender, start_cluster
+from paceline.run.journal import Journal, Rewards
 from paceline.run.loop import Parts, train
-from paceline.run.task import scorer
+from paceline.run.task import Task, scorer
 from paceline.run.warmstart import WarmStart, train_drafter
 from paceline.session import load_tokenizer, with_drafter
-from paceline.session import run as run_session
-from paceline.types import EngineLostError, Prompt, RolloutRequest
+from paceline.types import EngineLostError, Group, Prompt, Rollout, RolloutRequest
 
 DRAFT_LENGTH = 5
-LAST_STEPS = 5
+TURNS = 4
+PROMPTS_PER_TURN = 64
 SPECULATION = [
     "speculation.drafter.kind=eagle3",
     f"speculation.max_draft_length={DRAFT_LENGTH}",
@@ -56,8 +58,8 @@ SPECULATION = [
     f"speculation.selector.draft_length={DRAFT_LENGTH}",
 ]
 ARENA = ["learner.cpus=1", "eval.every=0"]
-STRONG = ["learner.learning_rate=3e-4", "rollout.max_tokens=384"]
-"""Six times what the arena learns best with: the policy unlearns its task, and responses would grow without end."""
+STRONG = ["learner.learning_rate=2e-4", "rollout.max_tokens=384"]
+"""Four times what the arena learns best with: the policy unlearns its task, and responses would grow without end."""
 LENT = ["speculation.training.mode=idle", "speculation.training.when=always"]
 SAME_WORK = [
     "rollout.temperature=0.01",
@@ -75,36 +77,40 @@ def run(
     config_file: Path,
     overrides: Sequence[str] = (),
     seeds: Sequence[int] = (0,),
-    steps: int = 40,
+    steps: Sequence[int] = (60, 40),
     pairs: int = 16,
     recalls: int = 210,
 ) -> Result:
+    """`steps` of the two runs."""
     before = CpuTimes.now()
-    offline = [*ARENA, *SPECULATION, "speculation.drafter.path=arena", *overrides]
-    curves: dict[str, list[list[float]]] = {"frozen": [], "online": [], "from scratch": []}
+    offline = [*ARENA, *SPECULATION, *LENT, "speculation.drafter.path=arena", *overrides]
+    first = with_drafter(load_config(config_file, offline), cache_root=cache_root, progress=progress)
+    curves: dict[str, list[list[float]]] = {"online": [], "from scratch": []}
+    ratios: dict[str, list[float]] = {"online": [], "from scratch": []}
     idle_used = []
     with TemporaryDirectory() as scratch:
         untrained = _untrained(cache_root, Path(scratch, "untrained"), progress)
         for seed in seeds:
-            shared = [*offline, f"run.seed={seed}", f"run.steps={steps}"]
-            for arm, settings in (
-                ("frozen", [*shared, *STRONG]),
-                ("online", [*shared, *STRONG, *LENT]),
-                ("from scratch", [*shared, *LENT, f'speculation.drafter.path="{untrained}"']),
+            for arm, num_steps, settings in (
+                ("online", steps[0], STRONG),
+                ("from scratch", steps[1], [f'speculation.drafter.path="{untrained}"']),
             ):
-                records = _train(config_file, settings, scratch, f"{arm.replace(' ', '-')}-{seed}", cache_root, progress)
+                config = load_config(config_file, [*offline, *settings, f"run.seed={seed}", f"run.steps={num_steps}"])
+                config = with_drafter(config, cache_root=cache_root, progress=progress)
+                progress(f"seed {seed}, {arm}: {num_steps} steps")
+                metrics = Path(scratch, f"{arm}-{seed}.jsonl")
+                turns = asyncio.run(_drift(config, cache_root, metrics, _drafter_path(first), progress))
+                records = read_metrics(metrics)
                 curves[arm].append([record["metrics"]["rollout/accepted_length"] for record in records["step"]])
-                progress(f"seed {seed}, {arm}: accepted length {_start(curves[arm][-1]):.2f} -> {_end(curves[arm][-1]):.2f}")
-                if arm != "frozen":
-                    idle_used.append(_idle_used(records))
-        config = load_config(config_file, [*offline, *LENT, *SAME_WORK, f"run.steps={2 * pairs}"])
+                idle_used.append(_idle_used(records))
+                ratios[arm] += [own / left_alone for own, left_alone in turns]
+                progress(f"seed {seed}, {arm}: accepted length {turns[-1][0]:.2f}, of the offline drafter {turns[-1][1]:.2f}")
+        config = load_config(config_file, [*offline, *SAME_WORK, f"run.steps={2 * pairs}"])
         config = with_drafter(config, cache_root=cache_root, progress=progress)
         paired, recall_s = asyncio.run(_cost(config, cache_root, Path(scratch, "pairs.jsonl"), pairs, recalls, progress))
-    over_frozen = [_end(online) / _end(frozen) for online, frozen in zip(curves["online"], curves["frozen"], strict=True)]
-    over_offline = [_end(own) / _start(frozen) for own, frozen in zip(curves["from scratch"], curves["frozen"], strict=True)]
     measured = {
-        "online_over_frozen": middle(over_frozen),
-        "from_scratch_over_offline": middle(over_offline),
+        "online_over_frozen": middle(ratios["online"]),
+        "from_scratch_over_offline": middle(ratios["from scratch"]),
         "step_time_ratio": middle([on["time/step"] / off["time/step"] for on, off in paired]),
         "makespan_ratio": middle([on["rollout/makespan_s"] / off["rollout/makespan_s"] for on, off in paired]),
         "recall_p99_ms": (1000 * float(np.quantile(recall_s, 0.99)), 1000 * (max(recall_s) - min(recall_s))),
@@ -124,7 +130,8 @@ def run(
         },
         environment=environment(seeds=seeds, config=config.model_dump(mode="json")),
         details={
-            "accepted_length": curves,
+            "accepted_length_by_step": curves,
+            "ratios_by_turn": ratios,
             "pairs": len(paired),
             "ratio_of_sums": sum(on["time/step"] for on, _ in paired) / sum(off["time/step"] for _, off in paired),
             "recalls": len(recall_s),
@@ -132,6 +139,11 @@ def run(
             "steal_share": CpuTimes.now().steal_share_since(before),
         },
     )
+
+
+def _drafter_path(config: Config) -> Path:
+    assert config.speculation is not None and isinstance(config.speculation.drafter, LearnedDrafter)
+    return Path(config.speculation.drafter.path)
 
 
 def _untrained(cache_root: Path, out: Path, progress: Callable[[str], None]) -> Path:
@@ -146,19 +158,70 @@ def _untrained(cache_root: Path, out: Path, progress: Callable[[str], None]) -> 
     return out
 
 
-def _train(
-    config_file: Path, settings: Sequence[str], directory: str, name: str, cache_root: Path, progress: Callable[[str], None]
-) -> dict[str, list[dict[str, Any]]]:
-    config = load_config(config_file, [*settings, f'run.directory="{directory}"', f"run.name={name}"])
-    return read_metrics(run_session(config, cache_root=cache_root, progress=progress) / "metrics.jsonl")
+async def _drift(
+    config: Config, cache_root: Path, metrics: Path, offline: Path, progress: Callable[[str], None]
+) -> list[tuple[float, float]]:
+    """One run; then, by turns, accepted lengths of its drafter and of the offline one on the policy that it ended with."""
+    async with _cluster(config, cache_root, progress) as (cluster, task, score):
+        recorder = Recorder(JsonlSink(metrics))
+        await train(_parts(cluster, task.prompts, score), config, recorder)
+        recorder.close()
+        assert cluster.coach is not None
+        cluster.coach.save(metrics.with_suffix(".drafter"))
+        own, turns = metrics.with_suffix(".drafter") / "model.safetensors", []
+        for turn in range(TURNS):
+            prompts = list(islice(task.prompts, PROMPTS_PER_TURN))
+            files = (own, offline / "model.safetensors")
+            found = {
+                file: await _accepted_length(cluster, file, prompts, config, 1_000 + turn) for file in files[:: 1 - 2 * (turn % 2)]
+            }
+            turns.append((found[files[0]], found[files[1]]))
+    return turns
 
 
-def _start(curve: Sequence[float]) -> float:
-    return sum(curve[:LAST_STEPS]) / len(curve[:LAST_STEPS])
+async def _accepted_length(cluster: Cluster, drafter: Path, prompts: Sequence[Prompt], config: Config, version: int) -> float:
+    assert isinstance(cluster.sender, RemoteSender)
+    receipts = await cluster.sender.send_drafter(drafter, version)
+    assert all(receipt.ok for receipt in receipts), receipts
+    num_engines = len(cluster.engines)
+
+    async def sample(index: int) -> list[Rollout]:
+        share = prompts[index::num_engines]
+        requests = [
+            RolloutRequest(group_id=i, index=0, prompt_ids=prompt.token_ids, max_tokens=config.rollout.max_tokens, temperature=1.0)
+            for i, prompt in enumerate(share)
+        ]
+        await cluster.engines[index].submit(requests)
+        rollouts: list[Rollout] = []
+        while len(rollouts) < len(requests):
+            rollouts += await cluster.engines[index].collect()
+        return rollouts
+
+    rollouts = [rollout for part in await asyncio.gather(*map(sample, range(num_engines))) for rollout in part]
+    return 1 + sum(r.num_accepted for r in rollouts) / sum(r.num_verifications for r in rollouts)
 
 
-def _end(curve: Sequence[float]) -> float:
-    return sum(curve[-LAST_STEPS:]) / len(curve[-LAST_STEPS:])
+@asynccontextmanager
+async def _cluster(
+    config: Config, cache_root: Path, progress: Callable[[str], None]
+) -> AsyncIterator[tuple[Cluster, Task, Callable[[Sequence[Group]], Awaitable[Rewards]]]]:
+    model_path = resolve(config.policy.model, cache_root=cache_root, progress=progress)
+    tokenizer = load_tokenizer(model_path)
+    task = arena_task(tokenizer, seed=config.run.seed, num_heldout=0)
+    async with start_cluster(config, model_path) as cluster:
+        yield cluster, task, scorer(task.reward, tokenizer)
+
+
+def _parts(cluster: Cluster, prompts: Iterator[Prompt], score: Callable[[Sequence[Group]], Awaitable[Rewards]]) -> Parts:
+    return Parts(
+        engines=cluster.engines,
+        learner=cluster.learner,
+        sender=cluster.sender,
+        prompts=prompts,
+        heldout=[],
+        score=score,
+        coach=cluster.coach,
+    )
 
 
 def _idle_used(records: dict[str, list[dict[str, Any]]]) -> float:
@@ -173,22 +236,12 @@ Pair = tuple[dict[str, float], dict[str, float]]
 async def _cost(
     config: Config, cache_root: Path, metrics: Path, pairs: int, recalls: int, progress: Callable[[str], None]
 ) -> tuple[list[Pair], list[float]]:
-    model_path = resolve(config.policy.model, cache_root=cache_root, progress=progress)
-    tokenizer = load_tokenizer(model_path)
-    task = arena_task(tokenizer, seed=config.run.seed, num_heldout=0)
     recorder = Recorder(JsonlSink(metrics))
-    async with start_cluster(config, model_path) as cluster:
+    async with _cluster(config, cache_root, progress) as (cluster, task, score):
         assert cluster.coach is not None
         lent: list[bool] = []
-        parts = Parts(
-            engines=cluster.engines,
-            learner=cluster.learner,
-            sender=cluster.sender,
-            prompts=_twice(task.prompts, config.rollout.prompts_per_step, cluster, lent),
-            heldout=[],
-            score=scorer(task.reward, tokenizer),
-            coach=cluster.coach,
-        )
+        prompts = _twice(task.prompts, config.rollout.prompts_per_step, cluster, lent)
+        parts = _parts(cluster, prompts, score)
         progress(f"{pairs} pairs of steps, places lent and not")
         await train(parts, config, recorder)
         cluster.coach.lends = cluster.learner.hands_over = True

@@ -130,10 +130,9 @@ class TrainingWorker:
         self._buffer = Buffer(documents_in(settings.directory), self._training.buffer)
         self._exchange = Exchange(rounds_in(settings.directory), settings.drafter)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._drafter, self._published = load(settings.drafter), load(settings.drafter)
-        for model in (self._drafter, self._published):
+        self._drafter, self._judged = load(settings.drafter), load(settings.drafter)
+        for model in (self._drafter, self._judged):
             nn.Module.to(model, device)  # transformers' own `to` is annotated wrongly
-        self._published_round = 0
         self._trainer: DrafterTrainer | None = None
         self._head_version = -1
         self._head_VD: torch.Tensor | None = None
@@ -201,14 +200,14 @@ class TrainingWorker:
         if 4 * sum(document.num_anchors for document in documents) < drift.heldout_tokens:
             return False  # the next steps bring more
         assert self._head_VD is not None
-        if published != self._published_round:
+        found = []
+        for number in (published, self._round):
             try:
-                load_weights(self._published, self._exchange.base(published))
+                load_weights(self._judged, self._exchange.base(number))
             except FileNotFoundError:  # as above
                 return False
-            self._published_round = published
-        k = self._settings.max_draft_length
-        before, after = (evaluate(model, documents, self._head_VD, draft_length=k) for model in (self._published, self._drafter))
+            found.append(evaluate(self._judged, documents, self._head_VD, draft_length=self._settings.max_draft_length))
+        before, after = found
         verdict = judge(
             before=before.accepted_length[-1], after=after.accepted_length[-1], num_tokens=after.num_tokens, config=drift
         )
