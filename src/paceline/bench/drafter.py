@@ -58,8 +58,9 @@ SPECULATION = [
     f"speculation.selector.draft_length={DRAFT_LENGTH}",
 ]
 ARENA = ["learner.cpus=1", "eval.every=0"]
-STRONG = ["learner.learning_rate=2e-4", "rollout.max_tokens=384"]
-"""Four times what the arena learns best with: the policy unlearns its task, and responses would grow without end."""
+STRONG = ["learner.learning_rate=3e-4", "rollout.max_tokens=384", "objective.drop_uniform_groups=false"]
+"""Six times what the arena learns best with: the policy unlearns its task, responses would grow without end, and soon most groups
+have equal rewards. They stay in, because what is left out is not scored either, and nothing would be handed over."""
 LENT = ["speculation.training.mode=idle", "speculation.training.when=always"]
 SAME_WORK = [
     "rollout.temperature=0.01",
@@ -77,11 +78,10 @@ def run(
     config_file: Path,
     overrides: Sequence[str] = (),
     seeds: Sequence[int] = (0,),
-    steps: Sequence[int] = (60, 40),
+    steps: int = 40,
     pairs: int = 16,
     recalls: int = 210,
 ) -> Result:
-    """`steps` of the two runs."""
     before = CpuTimes.now()
     offline = [*ARENA, *SPECULATION, *LENT, "speculation.drafter.path=arena", *overrides]
     first = with_drafter(load_config(config_file, offline), cache_root=cache_root, progress=progress)
@@ -91,13 +91,10 @@ def run(
     with TemporaryDirectory() as scratch:
         untrained = _untrained(cache_root, Path(scratch, "untrained"), progress)
         for seed in seeds:
-            for arm, num_steps, settings in (
-                ("online", steps[0], STRONG),
-                ("from scratch", steps[1], [f'speculation.drafter.path="{untrained}"']),
-            ):
-                config = load_config(config_file, [*offline, *settings, f"run.seed={seed}", f"run.steps={num_steps}"])
+            for arm, settings in (("online", STRONG), ("from scratch", [f'speculation.drafter.path="{untrained}"'])):
+                config = load_config(config_file, [*offline, *settings, f"run.seed={seed}", f"run.steps={steps}"])
                 config = with_drafter(config, cache_root=cache_root, progress=progress)
-                progress(f"seed {seed}, {arm}: {num_steps} steps")
+                progress(f"seed {seed}, {arm}: {steps} steps")
                 metrics = Path(scratch, f"{arm}-{seed}.jsonl")
                 turns = asyncio.run(_drift(config, cache_root, metrics, _drafter_path(first), progress))
                 records = read_metrics(metrics)
