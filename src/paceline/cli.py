@@ -29,7 +29,7 @@ BENCHES = {
     "correction": "held-out accuracy with FP8 rollouts, corrected and not, against BF16; three seeds (estimated: 70 minutes)",
     "costs": "step time and acceptance by batch and draft length on arena:large: a prior for the selector (estimated: 6 minutes)",
     "control": "cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)",
-    "guard": "planted faults: is each answered by the right rung, and are clean batches left alone (estimated: 4 minutes)",
+    "guard": "planted faults: is each answered by the right rung, and are clean batches left alone (about 5 minutes)",
     "history": "history drafter on a second epoch: accepted length, and what its proposals cost (about 5 minutes)",
     "fp8": "FP8 while the policy moves: tensors after each update, KV scales, what that costs (estimated: 15 minutes)",
     "drafter": "does the drafter follow the policy for free and give way at once (estimated: 25 minutes)",

@@ -361,7 +361,7 @@ class CorrectionConfig(Section):
     """Largest weight of the truncated kinds, and of what geometric-mis keeps."""
     low: float | None = Field(default=None, gt=0, lt=1)
     """Lower end of the band that the masked kinds keep; unset, 0.5 for token and sequence, 0.99 for geometric, which is a mean
-    over the rollout: for responses of thousands of tokens verl recommends 0.999."""
+    over the rollout and needs a narrower band for responses of thousands of tokens."""
     high: float | None = Field(default=None, gt=1)
     """Upper end of it; unset, 2 and 1.01."""
 
