@@ -32,7 +32,7 @@ BENCHES = {
     "guard": "planted faults: is each answered by the right rung, and are clean batches left alone (about 5 minutes)",
     "history": "history drafter on a second epoch: accepted length, and what its proposals cost (about 5 minutes)",
     "fp8": "FP8 while the policy moves: tensors after each update, KV scales, what that costs (estimated: 15 minutes)",
-    "drafter": "does the drafter follow the policy for free and give way at once (estimated: 25 minutes)",
+    "drafter": "does the drafter follow the policy for free and give way at once (about 25 minutes)",
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",
     "plan": "the simulator behind `paceline plan` against published figures; --arena: against engines here (estimated: 2 minutes)",
