@@ -35,7 +35,7 @@ BENCHES = {
     "drafter": "does the drafter follow the policy for free and give way at once (about 25 minutes)",
     "learning": "gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)",
     "overhead": "tokens/s through our engine against bare vllm.LLM (about 3 minutes)",
-    "plan": "the simulator behind `paceline plan` against published figures; --arena: against engines here (estimated: 2 minutes)",
+    "plan": "the simulator behind `paceline plan` against published figures; --arena: against engines here (about 2 minutes)",
     "precision": "FP8 against BF16 with and without speculation: speed, KV capacity, mismatch (estimated: 25 minutes)",
     "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 20 minutes)",
     "selector": "how fast the selector learns from nothing; what a shrinking batch does (about 17 minutes)",
