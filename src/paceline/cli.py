@@ -40,7 +40,7 @@ BENCHES = {
     "rollout": "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 20 minutes)",
     "selector": "how fast the selector learns from nothing; what a shrinking batch does (about 17 minutes)",
     "sync": "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 2 minutes)",
-    "training": "drafter training: packed against one document a pass; stall of a checkpoint (estimated: 4 minutes)",
+    "training": "drafter training: packed against one document a pass; stall of a checkpoint (about 5 minutes)",
 }
 
 _LEARNED = ("eagle3", "dflash")
