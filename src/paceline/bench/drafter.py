@@ -37,6 +37,7 @@ import numpy as np
 
 from paceline.arena.policy import resolve
 from paceline.arena.problems import arena_task
+from paceline.bench.workload import generate
 from paceline.config import Config, LearnedDrafter, load_config
 from paceline.evidence.measure import CpuTimes, Result, environment, middle
 from paceline.metrics import JsonlSink, Recorder, read_metrics
@@ -46,7 +47,7 @@ from paceline.run.loop import Parts, train
 from paceline.run.task import Task, scorer
 from paceline.run.warmstart import WarmStart, train_drafter
 from paceline.session import load_tokenizer, with_drafter
-from paceline.types import EngineLostError, Group, Prompt, Rollout, RolloutRequest
+from paceline.types import EngineLostError, Group, Prompt, RolloutRequest
 
 DRAFT_LENGTH = 5
 TURNS = 4
@@ -180,21 +181,11 @@ async def _accepted_length(cluster: Cluster, drafter: Path, prompts: Sequence[Pr
     assert isinstance(cluster.sender, RemoteSender)
     receipts = await cluster.sender.send_drafter(drafter, version)
     assert all(receipt.ok for receipt in receipts), receipts
-    num_engines = len(cluster.engines)
-
-    async def sample(index: int) -> list[Rollout]:
-        share = prompts[index::num_engines]
-        requests = [
-            RolloutRequest(group_id=i, index=0, prompt_ids=prompt.token_ids, max_tokens=config.rollout.max_tokens, temperature=1.0)
-            for i, prompt in enumerate(share)
-        ]
-        await cluster.engines[index].submit(requests)
-        rollouts: list[Rollout] = []
-        while len(rollouts) < len(requests):
-            rollouts += await cluster.engines[index].collect()
-        return rollouts
-
-    rollouts = [rollout for part in await asyncio.gather(*map(sample, range(num_engines))) for rollout in part]
+    requests = [
+        RolloutRequest(group_id=i, index=0, prompt_ids=prompt.token_ids, max_tokens=config.rollout.max_tokens, temperature=1.0)
+        for i, prompt in enumerate(prompts)
+    ]
+    rollouts = await generate(cluster.engines, requests)
     return 1 + sum(r.num_accepted for r in rollouts) / sum(r.num_verifications for r in rollouts)
 
 

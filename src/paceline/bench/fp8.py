@@ -27,15 +27,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.arena.policy import resolve
-from paceline.bench.precision import generate, k3_of, push
-from paceline.bench.workload import arena_requests
+from paceline.bench.precision import push, sampled_k3
+from paceline.bench.workload import arena_requests, generate
 from paceline.config import CalibrationConfig, EngineConfig, LearnerConfig, ObjectiveConfig
 from paceline.evidence.measure import CpuTimes, Goal, Result, environment, middle
 from paceline.policy.learner import FsdpLearner
 from paceline.precision import KvScales
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.transfer import Push, ShmSender, mismatched
-from paceline.types import PacelineError, Rollout, RolloutRequest, Sample
+from paceline.types import PacelineError, RolloutRequest, Sample
 
 Progress = Callable[[str], None]
 
@@ -163,11 +163,6 @@ class _Bench:
         self._learner, self._sender, self._engines = learner, sender, engines
         self._expected: dict[str, str] = {}
 
-    async def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        shares = [requests[index :: len(self._engines)] for index in range(len(self._engines))]
-        parts = await asyncio.gather(*(generate(e, share) for e, share in zip(self._engines, shares, strict=True)))
-        return [rollout for part in parts for rollout in part]
-
     def stage(self, version: int, *, quantised: bool = True) -> Push:
         weights = self._learner.weights(torch.bfloat16)
         return self._sender.stage(version, weights, quantised=quantised, kv_scales=self._learner.kv_scales)
@@ -188,7 +183,7 @@ class _Bench:
     async def step(self, version: int, requests: Sequence[RolloutRequest], *, timed: bool) -> Step:
         """As a run's: rollouts, log-probabilities, update, calibration, sync."""
         began_s = time.perf_counter()
-        rollouts = await self.generate(requests)
+        rollouts = await generate(self._engines, requests)
         samples = [Sample.of(rollout, 1.0 if rollout.group_id % 2 else -1.0) for rollout in rollouts]
         await asyncio.to_thread(self._learner.logp, samples)
         await asyncio.to_thread(self._learner.update, samples)
@@ -270,23 +265,23 @@ async def _scales(model_path: Path, seed: int, progress: Progress, rounds: int =
         k3: dict[str, list[float]] = {"recalibrated": [], "oracle": [], "unit": []}
         try:
             requests = arena_requests(path, num_prompts=_PROMPTS * (rounds + 1), group_size=1, max_tokens=640, seed=seed)
-            rollouts = await generate(engine, requests[:_TRAINED_ON])
+            rollouts = await generate([engine], requests[:_TRAINED_ON])
             for version in range(1, rounds + 1):
                 samples = [Sample.of(rollout, 1.0 if rollout.group_id % 2 else -1.0) for rollout in rollouts[:_TRAINED_ON]]
                 learner.update(samples)
                 learner.calibrate(samples, version)
                 fresh = requests[_PROMPTS * version : _PROMPTS * (version + 1)]
                 await push(engine, learner, sender, version)
-                rollouts = await generate(engine, fresh)
-                k3["recalibrated"].append(k3_of(learner, rollouts))
+                rollouts = await generate([engine], fresh)
+                k3["recalibrated"].append(sampled_k3(learner, rollouts))
                 recalibrated = learner.kv_scales
                 assert recalibrated is not None
                 learner.calibrate([Sample.of(rollout, 0.0) for rollout in rollouts], version, _ORACLE)
                 await push(engine, learner, sender, version)
-                k3["oracle"].append(k3_of(learner, await generate(engine, fresh)))
+                k3["oracle"].append(sampled_k3(learner, await generate([engine], fresh)))
                 ones = (1.0,) * len(recalibrated.k)
                 await push(engine, learner, sender, version, KvScales(version=version, q=ones, k=ones, v=ones))
-                k3["unit"].append(k3_of(learner, await generate(engine, fresh[:_TRAINED_ON])))
+                k3["unit"].append(sampled_k3(learner, await generate([engine], fresh[:_TRAINED_ON])))
                 learner.kv_scales = recalibrated
                 progress("k3: " + ", ".join(f"{kind} {values[-1]:.2e}" for kind, values in k3.items()))
         finally:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.arena.policy import resolve
-from paceline.bench.workload import arena_requests
+from paceline.bench.workload import arena_requests, generate
 from paceline.config import EngineConfig, FixedSelector, HistoryDrafter, SpeculationConfig
 from paceline.evidence.measure import CpuTimes, Result, environment, middle
 from paceline.rollout.engine import VllmEngine
-from paceline.types import Rollout, RolloutRequest
+from paceline.types import RolloutRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +144,7 @@ async def _measure(
 
 async def _epoch(engine: VllmEngine, requests: Sequence[RolloutRequest]) -> _Epoch:
     before = await _counted(engine)
-    await engine.submit(requests)
-    rollouts: list[Rollout] = []
-    while len(rollouts) < len(requests):
-        rollouts += await engine.collect()
+    rollouts = await generate([engine], requests)
     after = await _counted(engine)
     return _Epoch(
         num_rollouts=len(rollouts),

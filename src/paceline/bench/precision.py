@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
 from paceline.arena.task import problems, solution
-from paceline.bench.workload import ENGINE, arena_requests
+from paceline.bench.workload import ENGINE, arena_requests, generate
 from paceline.config import EagleDrafter, EngineConfig, FixedSelector, LearnerConfig, ObjectiveConfig, SpeculationConfig
 from paceline.evidence.measure import CpuTimes, Goal, Result, environment, middle
 from paceline.policy.learner import FsdpLearner
@@ -127,9 +127,8 @@ def _time(
             cpus = sorted(os.sched_getaffinity(0))
             engines[arm] = SteppedEngine(model_path, config, seed=seed, cpus=cpus, speculation=speculation)
             capacity = engines[arm].wait()
-            timings[arm].capacity = (
-                timings[arm].capacity or capacity
-            )  # of the engine without a drafter, whose cache is the policy's
+            if speculation is None:  # with a drafter, part of the cache is its own
+                timings[arm].capacity = capacity
         prompts = {context: _prompts(model_path, least, seed) for context, least in CONTEXTS.items()}
         cells = [Cell(context, batch, k) for context in CONTEXTS for batch in BATCHES for k in lengths]
         largest = [cell for cell in cells if cell.batch == max(BATCHES)]
@@ -200,7 +199,7 @@ async def _mismatches(
                 rollouts = await _rollouts(model_path, config, how, learner, sender, requests, seed)
                 if learner.kv_scales is None:  # the first arm's rollouts, which are BF16's
                     learner.calibrate([Sample.of(rollout, 0.0) for rollout in rollouts], version=0)
-                found[arm][on] = k3_of(learner, rollouts)
+                found[arm][on] = sampled_k3(learner, rollouts)
                 progress(f"k3 of {arm}, speculation {on}: {found[arm][on]:.2e}")
     finally:
         sender.close()
@@ -221,7 +220,7 @@ async def _rollouts(
     engine = await VllmEngine.start("precision", model_path, config, seed=seed, cpus=cpus, speculation=speculation)
     try:
         await push(engine, learner, sender, version=0)
-        return await generate(engine, requests)
+        return await generate([engine], requests)
     finally:
         await engine.close()
 
@@ -235,15 +234,7 @@ async def push(engine: VllmEngine, learner: FsdpLearner, sender: ShmSender, vers
         raise RuntimeError(f"{receipt.engine} did not take version {version}: {receipt.error}")
 
 
-async def generate(engine: VllmEngine, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-    await engine.submit(requests)
-    rollouts: list[Rollout] = []
-    while len(rollouts) < len(requests):
-        rollouts += await engine.collect()
-    return sorted(rollouts, key=lambda rollout: rollout.key)
-
-
-def k3_of(learner: FsdpLearner, rollouts: Sequence[Rollout]) -> float:
+def sampled_k3(learner: FsdpLearner, rollouts: Sequence[Rollout]) -> float:
     """Estimate of KL(engine || learner) on what the engine sampled."""
     scores = learner.logp([Sample.of(rollout, 0.0) for rollout in rollouts]).logp
     gap = mismatch(np.concatenate([rollout.logp for rollout in rollouts]), np.concatenate(scores))

@@ -10,6 +10,7 @@ seed of their own: vLLM then draws for all at once, which is faster in every arm
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
 from paceline.rollout.engine import end_tokens
 from paceline.rollout.stepped import Batch, Order, SteppedEngine
 from paceline.strategy.cost import Step
-from paceline.types import RolloutRequest
+from paceline.types import Engine, Rollout, RolloutRequest
 
 ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compile=True, start_deadline_s=900)
 
@@ -130,3 +131,18 @@ def give_lengths(candidates: Sequence[RolloutRequest], lengths: np.ndarray, want
         number = min(unused, key=lambda number: abs(unused[number] - length))
         requests.append(replace(candidates[number], max_tokens=max(unused.pop(number), 1)))
     return requests
+
+
+async def generate(engines: Sequence[Engine], requests: Sequence[RolloutRequest]) -> list[Rollout]:
+    """Every request once, shared out by turns, all engines at the same time; in the order of their keys."""
+
+    async def share(index: int) -> list[Rollout]:
+        own = requests[index :: len(engines)]
+        await engines[index].submit(own)
+        rollouts: list[Rollout] = []
+        while len(rollouts) < len(own):
+            rollouts += await engines[index].collect()
+        return rollouts
+
+    parts = await asyncio.gather(*map(share, range(len(engines))))
+    return sorted((rollout for part in parts for rollout in part), key=lambda rollout: rollout.key)

@@ -273,7 +273,7 @@ def _padded(rollouts: Sequence[Rollout], tokens: int) -> Tokens:
 
 def _learner_part(found: Findings, subject: Subject, effort: Effort, progress: Callable[[str], None], *, shift_logp: bool) -> None:
     # Also without FP8, whose gap to the learner is not speculation's: the two engines above have it, both alike.
-    config = subject.config.rollout.engine.model_copy(update={"dtype": "float32", "weights": "full", "kv_cache": "full"})
+    config = subject.config.rollout.engine.in_full_precision.model_copy(update={"dtype": "float32"})
     temperature = subject.config.rollout.temperature
     tokens = min(effort.long_tokens, subject.config.rollout.max_tokens)
     prompts = [subject.prompts[i % len(subject.prompts)] for i in range(effort.long_rollouts)]

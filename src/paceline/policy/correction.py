@@ -34,12 +34,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import CorrectionConfig
+from paceline.policy.objective import MAX_LOG_RATIO, k3_of
 from paceline.types import Floats, Sample
 
 Doubles = npt.NDArray[np.float64]
 
-_MAX_LOG_RATIO = 20.0
-"""As in verl. A ratio of e^20 is outside of every band, and its square is still a number."""
 _QUANTILES = {"p0.1": 0.001, "p1": 0.01, "p50": 0.5, "p99": 0.99, "p99.9": 0.999}
 _CONTEXT = 8
 """Tokens shown on either side of a worst one."""
@@ -72,7 +71,7 @@ class Ratios:
     @property
     def clamped_N(self) -> Doubles:  # noqa: N802  a dimension suffix
         """A NaN stays one."""
-        return self.log_N.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        return self.log_N.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def weights(ratios: Ratios, config: CorrectionConfig) -> Doubles:
@@ -81,7 +80,7 @@ def weights(ratios: Ratios, config: CorrectionConfig) -> Doubles:
     lengths_R = np.bincount(rollout_N, minlength=ratios.num_rollouts)
     sum_R = np.bincount(rollout_N, log_N, ratios.num_rollouts)  # a NaN spoils its own rollout and no other
     token_N = np.exp(log_N)
-    sequence_N = np.exp(sum_R.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))[rollout_N]
+    sequence_N = np.exp(sum_R.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))[rollout_N]
     geometric_N = np.exp(sum_R / np.maximum(1, lengths_R))[rollout_N]
     low, high = config.band
     match config.kind:
@@ -192,11 +191,6 @@ def diagnose(ratios: Ratios, *, cap: float = 2.0) -> Diagnosis:
         clip_share=float((absolute_N > np.log(cap)).mean()),
         quantiles=dict(zip(_QUANTILES, np.exp(np.quantile(log_N, list(_QUANTILES.values()))).tolist(), strict=True)),
     )
-
-
-def k3_of(log_N: Doubles) -> Doubles:
-    """rho - 1 - log rho of each token. Rounding can leave a hair below zero, which no KL is."""
-    return np.maximum(np.expm1(log_N) - log_N, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,8 @@ import torch
 
 from paceline.config import ObjectiveConfig
 
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
+"""As in verl. A ratio of e^20 is outside of every band, and its square is still a number."""
 
 
 def advantages(rewards: Sequence[float], kind: Literal["grpo", "centered"]) -> npt.NDArray[np.float64]:
@@ -96,7 +97,7 @@ def policy_loss(
     log_ratio_BT = logp_BT - old_logp_BT
     # exp overflows at 88 in float32, and one infinite token turns the gradient of the whole batch into NaN. A ratio of e^20 is far
     # outside every clip range, so nothing that could be learnt from is lost.
-    log_ratio_BT = log_ratio_BT.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_ratio_BT = log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_BT = log_ratio_BT.exp()
     free_BT = ratio_BT * advantage_B[:, None]
     held_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage_B[:, None]
@@ -122,6 +123,11 @@ def policy_loss(
     return PolicyLoss(loss=loss, sums=LossSums.of(values.tolist()))
 
 
+def k3_of(log_N: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """rho - 1 - log rho of each token. Rounding can leave a hair below zero, which no KL is."""
+    return np.maximum(np.expm1(log_N) - log_N, 0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
     """Gap between the engine's and the learner's log-probabilities of the same tokens; parts merge exactly."""
@@ -141,6 +147,5 @@ def mismatch(rollout_logp: npt.NDArray[np.floating], learner_logp: npt.NDArray[n
     if not rollout_logp.size:
         return Mismatch()
     log_ratio_T = learner_logp.astype(np.float64) - rollout_logp.astype(np.float64)
-    clamped_T = log_ratio_T.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)  # one lost token must not make the sum infinite
-    k3_T = np.expm1(clamped_T) - clamped_T
-    return Mismatch(count=len(log_ratio_T), k3_sum=float(k3_T.sum()), max_abs=float(np.abs(log_ratio_T).max()))
+    clamped_T = log_ratio_T.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # one lost token must not make the sum infinite
+    return Mismatch(count=len(log_ratio_T), k3_sum=float(k3_of(clamped_T).sum()), max_abs=float(np.abs(log_ratio_T).max()))

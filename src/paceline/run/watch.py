@@ -21,8 +21,9 @@ import numpy as np
 
 from paceline.config import Config
 from paceline.metrics import Max, Mean, Sum
-from paceline.policy.correction import Ratios, correct, diagnose, gaps_by_engine, histogram, k3_of, worst_tokens
+from paceline.policy.correction import Ratios, correct, diagnose, gaps_by_engine, histogram, worst_tokens
 from paceline.policy.guard import Decision, Rung, State, decide, least_correction, save_batch
+from paceline.policy.objective import k3_of
 from paceline.run.journal import Journal
 from paceline.types import Floats, Learner, PacelineError, Sample
 
