@@ -12,12 +12,14 @@ from paceline.evidence.drafter import drafter_panels, drafter_rows
 from paceline.evidence.mismatch import mismatch_panels, scale_panels
 from paceline.evidence.page import (
     BLUE,
+    BROWN,
     GREEN,
     GREY,
     ORANGE,
     PINK,
     RED,
     SKY,
+    YELLOW,
     Card,
     Panel,
     drawing,
@@ -56,6 +58,8 @@ _STAGES = {
     "train": ORANGE,
     "logprob": SKY,
     "sync": RED,
+    "calibrate": YELLOW,
+    "draft": BROWN,
     "prepare": GREEN,
     "data": PINK,
     "eval": GREY,
