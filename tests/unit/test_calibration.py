@@ -143,3 +143,11 @@ def test_chosen_samples_keep_to_the_budget_and_differ_between_versions() -> None
     assert len(choose([5000], config, np.random.default_rng(0))) == 1
     assert len(choose([16] * 16, config, np.random.default_rng(0))) == 16, "a tenth of a few prompts would say nothing"
     assert len(choose([100] * 1000, config, np.random.default_rng(0))) == 40
+
+
+def test_calibration_sees_long_responses_as_often_as_short_ones() -> None:
+    """Their keys are the largest; filling the last tokens of the budget with whatever fits would pass over them."""
+    lengths = [50] * 90 + [1000] * 10
+    config = CalibrationConfig(share=0.15, max_tokens=4096)
+    chosen = [lengths[i] for version in range(2000) for i in choose(lengths, config, np.random.default_rng((0, version)))]
+    assert np.mean(chosen) > 0.75 * np.mean(lengths)

@@ -44,6 +44,7 @@ _RUNGS = {
     Rung.STOP: RED,
 }
 _LIMITS = {"correct": SKY, "mask": BLUE, "raise_precision": ORANGE, "skip": PINK}
+_LEAST_SHOWN = 1e-5
 _MOST_ENGINES = 16
 """Drawn one by one; of more, lines would be a cloud."""
 _FEW = 5
@@ -120,13 +121,15 @@ def _draw_k3(axes: Axes, run: RecordedRun, k3: Floats, floor: Floats) -> None:
     if not len(shown):
         return
     axes.set_yscale("log")
-    high = shown.max()
+    high = float(shown.max())
     guard = run.config.get("guard", {})
     for name, colour in _LIMITS.items():
         if name in guard and guard[name] <= 30 * high:  # one far above would flatten the curve
             axes.axhline(guard[name], color=colour, linewidth=1.2, linestyle=":")
             high = max(high, guard[name])
-    axes.set_ylim(10 ** np.floor(np.log10(shown.min())), 10 ** np.ceil(np.log10(high) + 0.1))
+    # A learner in FP32 agrees with itself to 1e-13 and less; the mismatch is what must be seen.
+    low = max(shown.min(), _LEAST_SHOWN * high)
+    axes.set_ylim(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high) + 0.1))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
     axes.set_ylabel("k3")
 

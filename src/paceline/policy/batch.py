@@ -54,6 +54,14 @@ def plan_passes(lengths: Sequence[int], *, budget: int, world_size: int) -> list
     return [passes + [()] * (num_passes - len(passes)) for passes in plan]
 
 
+def draw(costs: Sequence[float], budget: float, rng: np.random.Generator, *, fewest: int = 0) -> list[int]:
+    """Random samples that fit into the budget, and at least `fewest`. In an order that does not depend on length, up to the first
+    that does not fit: passing over that one in favour of a smaller one would leave out the long responses."""
+    order = rng.permutation(len(costs))
+    num_fitting = int(np.searchsorted(np.cumsum(np.asarray(costs, np.float64)[order]), budget, side="right"))
+    return order[: max(fewest, num_fitting)].tolist()
+
+
 def make_batch(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.device) -> Batch:
     """Pad the samples of one pass; an empty pass is one masked token, which costs nothing and has zero gradients."""
     if not indices:

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from paceline.config import CalibrationConfig
+from paceline.policy.batch import draw
 from paceline.precision import E4M3_MAX, E4M3_SMALLEST_NORMAL, KvScales, kv_scale, percentile
 
 _PARTS = ("q", "k", "v")
@@ -104,15 +105,9 @@ def calibration_metrics(scales: KvScales, sums_3L: torch.Tensor, *, known: bool)
 
 
 def choose(lengths: Sequence[int], config: CalibrationConfig, rng: np.random.Generator) -> list[int]:
-    """Indices of random samples that have about the configured share of all tokens, and not too few to say anything."""
+    """Random samples that have about the configured share of all tokens, and not too few to say anything."""
     budget = min(max(config.share * sum(lengths), _FEWEST_TOKENS), config.max_tokens)
-    chosen: list[int] = []
-    num_tokens = 0
-    for index in rng.permutation(len(lengths)).tolist():
-        if not chosen or num_tokens + lengths[index] <= budget:
-            chosen.append(index)
-            num_tokens += lengths[index]
-    return chosen
+    return draw(lengths, budget, rng, fewest=1)
 
 
 def has_qk_norm(layer: nn.Module) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 from paceline.config import BufferConfig
 from paceline.draft.buffer import Buffer, document_bytes
 from paceline.draft.lesson import Document
+from paceline.policy.batch import draw
 from paceline.policy.learner import FsdpLearner, LogpResult
 from paceline.types import Floats, Sample
 
@@ -95,12 +96,7 @@ class HandOver:
 def choose(
     samples: Sequence[Sample], *, num_taps: int, hidden_size: int, share: float, budget_bytes: float, seed: Sequence[int]
 ) -> list[int]:
-    """Samples to hand over, the same on every rank. Drawn in an order that does not depend on length, up to the first that does not
-    fit: passing over that one in favour of a smaller one would leave out the long responses."""
-    chosen: list[int] = []
-    for i in np.random.default_rng(list(seed)).permutation(len(samples))[: round(share * len(samples))]:
-        budget_bytes -= document_bytes(len(samples[i].token_ids), num_taps, hidden_size)
-        if budget_bytes < 0:
-            break
-        chosen.append(int(i))
-    return sorted(chosen)
+    """Samples to hand over, the same on every rank."""
+    sizes = [document_bytes(len(sample.token_ids), num_taps, hidden_size) for sample in samples]
+    fitting = draw(sizes, budget_bytes, np.random.default_rng(list(seed)))
+    return sorted(fitting[: round(share * len(samples))])

@@ -21,6 +21,7 @@ import numpy as np
 
 from paceline.config import Config
 from paceline.metrics import Max, Mean, Sum
+from paceline.policy.batch import draw
 from paceline.policy.correction import Ratios, correct, diagnose, gaps_by_engine, histogram, worst_tokens
 from paceline.policy.guard import Decision, Rung, State, decide, least_correction, save_batch
 from paceline.policy.objective import k3_of
@@ -84,9 +85,8 @@ class Watch:
     async def _floor(self, samples: Sequence[Sample], learner_logp: Sequence[Floats]) -> None:
         """The learner against itself."""
         lengths = [len(sample.token_ids) for sample in samples]
-        order = np.random.default_rng((self._config.run.seed, self._journal.step)).permutation(len(samples))
-        num = int(np.searchsorted(np.cumsum([lengths[i] for i in order]), _FLOOR_SHARE * sum(lengths))) + 1
-        chosen = [int(i) for i in order[:num]]
+        rng = np.random.default_rng((self._config.run.seed, self._journal.step))
+        chosen = draw(lengths, _FLOOR_SHARE * sum(lengths), rng, fewest=1)
         again = await self._learner.logp_again([samples[i] for i in chosen])
         gap = Ratios.of([learner_logp[i] for i in chosen], again)
         self._journal.metrics.add("mismatch/floor_k3", Mean(float(k3_of(gap.clamped_N).sum()), len(gap.log_N)))
