@@ -128,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="a.b=value", help="correction, drafter, learning: settings of the runs; costs: precision"
     )
     bench.add_argument("--html", type=Path, metavar="FILE", help="rollout, precision: write tables and pictures as one page")
-    bench.add_argument("--costs", type=Path, metavar="FILE", help="costs: write speculation.selector.costs; plan --arena: read it")
+    costs = "costs: where to write speculation.selector.costs; plan --arena: twice, of BF16 and of FP8, measured if absent"
+    bench.add_argument("--costs", type=Path, action="append", default=[], metavar="FILE", help=costs)
     bench.add_argument("--fit", action="store_true", help="plan only: fit the simulator's constants again and print them")
     bench.add_argument("--arena", action="store_true", help="plan only: predicted against measured on this machine's engines")
     _add_result_options(bench)
@@ -227,7 +228,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel", type=int, metavar="N", help="GPUs of an engine (the fewest that fit)")
     add("--learner-gpus", type=int, metavar="N", help="GPUs of the learner (what makes a step shortest)")
     add("--lag", type=int, default=1, metavar="N", help="of the asynchronous arms, in batches (%(default)s)")
-    add("--costs", type=Path, metavar="FILE", help="step times measured by `paceline bench costs`, in place of a roofline")
+    measured = "step times measured by `paceline bench costs`, in place of a roofline; twice, if of FP8 too"
+    add("--costs", type=Path, action="append", default=[], metavar="FILE", help=measured)
     add("--sweep", action="store_true", help="also the same batch on 8 to 4,096 GPUs; with --html as a picture")
     add("--config", type=Path, metavar="FILE", help="write the recommended settings for `paceline train`")
     add("--html", type=Path, metavar="FILE", help="write the answer as one page")
@@ -396,7 +398,7 @@ def _plan(options: argparse.Namespace) -> int:
         tensor_parallel=options.tensor_parallel,
         learner_gpus=options.learner_gpus,
         lag=options.lag,
-        costs_file=options.costs,
+        cost_files=options.costs,
     )
     found = answer(question, progress=_progress)
     scaling = sweep(question, progress=_progress) if options.sweep else None
@@ -429,7 +431,7 @@ def _bench(options: argparse.Namespace) -> int:
         arguments["config_file"] = Path(__file__).parent / "configs" / "arena.toml"
         arguments["overrides"] = options.overrides
     if options.name == "costs":
-        arguments["costs_file"] = options.costs
+        arguments["costs_file"] = next(iter(options.costs), None)
         arguments["overrides"] = options.overrides
     result: Result = import_module(f"paceline.bench.{options.name}").run(**arguments)
     if options.html is not None and options.name == "rollout":
@@ -449,7 +451,7 @@ def _bench_plan(options: argparse.Namespace) -> int:
     if options.arena:
         from paceline.bench import plan_arena
 
-        return _publish(plan_arena.run(progress=_progress, cache_root=_cache_root(), costs_file=options.costs), options)
+        return _publish(plan_arena.run(progress=_progress, cache_root=_cache_root(), cost_files=options.costs), options)
     from paceline.bench import plan
 
     return _publish(plan.run(progress=_progress, refit=options.fit), options)

@@ -20,19 +20,21 @@ from typing import cast
 from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
 from paceline.arena.problems import arena_task
-from paceline.config import ArenaData, Config, EagleDrafter, LearnedDrafter, ParallelDrafter
+from paceline.config import ArenaData, Config, EagleDrafter, LearnedDrafter, MeasuredSelector, ParallelDrafter
 from paceline.console import ConsoleSink
 from paceline.draft.provenance import Provenance
 from paceline.evidence.measure import environment
 from paceline.metrics import JsonlSink, Recorder, Sink, WandbSink
 from paceline.run.loop import Parts, train
 from paceline.run.task import Task, Tokenizer, load_task, scorer
+from paceline.strategy.cost import load_costs
 
 
 def run(config: Config, *, cache_root: Path, progress: Callable[[str], None]) -> Path:
     """Train as the config says; returns the run directory. Ctrl-C and SIGTERM end every process before this returns."""
     model_path = resolve(config.policy.model, cache_root=cache_root, progress=progress)
     config = with_drafter(config, cache_root=cache_root, progress=progress)
+    check_costs(config)
     tokenizer = load_tokenizer(model_path)
     task = make_task(config, tokenizer)
     check_lengths(config, task)
@@ -91,6 +93,20 @@ def _provenance(config: Config, directory: Path) -> Provenance:
         seed=config.run.seed,
         rl_steps=config.run.steps,
     )
+
+
+def check_costs(config: Config) -> None:
+    """Refuse a prior that is not there, or is of other steps than these engines'."""
+    selector = None if config.speculation is None else config.speculation.selector
+    if not isinstance(selector, MeasuredSelector) or selector.costs is None:
+        return
+    costs, engine = load_costs(selector.costs), config.rollout.engine
+    if (costs.weights, costs.kv_cache) != (engine.weights, engine.kv_cache):
+        raise ValueError(
+            f"speculation.selector.costs: got {selector.costs}, measured with weights={costs.weights} and "
+            f"kv_cache={costs.kv_cache}; must be of these engines, as measured by `paceline bench costs --costs FILE "
+            f"rollout.engine.weights={engine.weights} rollout.engine.kv_cache={engine.kv_cache}`"
+        )
 
 
 def with_drafter(config: Config, *, cache_root: Path, progress: Callable[[str], None]) -> Config:

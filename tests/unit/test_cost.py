@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.config import Config
+from paceline.session import check_costs
 from paceline.strategy.cost import COSTS, Acceptance, CostModel, CostPoint, Costs, Step, StepTime, load_costs, save_costs
 from stepping_engine import GOOD, USELESS, SteppingEngine, cpu, gpu
 
@@ -257,3 +259,14 @@ def test_observing_is_cheap() -> None:
             model.observe(STEP)
         best = min(best, (time.process_time() - start) / 200)
     assert best < 100e-6
+
+
+def test_costs_of_another_precision_are_refused_before_a_run(tmp_path: Path) -> None:
+    """They would send the selector to the wrong length until it has unlearnt them."""
+    point = CostPoint(num_requests=1, verified=0, drafted=0, context_tokens=0, seconds=1.0, num_steps=1)
+    save_costs(tmp_path / "costs.json", Costs(points=(point,)))
+    selector = {"kind": "measured", "costs": str(tmp_path / "costs.json")}
+    speculation = {"drafter": {"kind": "ngram"}, "selector": selector}
+    check_costs(Config.model_validate({"speculation": speculation}))
+    with pytest.raises(ValueError, match=r"rollout\.engine\.weights=fp8"):
+        check_costs(Config.model_validate({"speculation": speculation, "rollout": {"engine": {"weights": "fp8"}}}))

@@ -31,6 +31,7 @@ from paceline.evidence.recipe import check, question_of, recommended
 from paceline.evidence.run_model import Scenario, simulate
 from paceline.run import loop
 from paceline.strategy import select
+from paceline.strategy.cost import Costs, save_costs
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "paceline"
@@ -367,21 +368,28 @@ def test_wrong_questions_are_refused_with_what_to_do():
         question(accepted_length=5.0, trained_length=5.0)
 
 
+USUAL: dict[str, Any] = {
+    "gpus": "8xH100",
+    "lengths": "1000/8000",
+    "num_rollouts": None,
+    "group_size": None,
+    "prompt_tokens": 64,
+    "drafter": "eagle3",
+    "accepted_length": None,
+    "trained_length": None,
+    "tensor_parallel": None,
+    "learner_gpus": None,
+    "lag": 1,
+}
+
+
 def test_a_config_is_a_question_too(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('[policy]\nmodel = "Qwen3-8B"\n[rollout]\nprompts_per_step = 4\ngroup_size = 8\n')
-    settings: dict[str, Any] = {
-        "gpus": "8xH100",
-        "lengths": "1000/8000",
-        "num_rollouts": None,
-        "group_size": None,
-        "prompt_tokens": 64,
-    }
-    settings |= {"drafter": "eagle3", "accepted_length": None, "trained_length": None, "tensor_parallel": None}
-    asked = question_of(str(file), **settings, learner_gpus=None, lag=1, costs_file=None)
+    asked = question_of(str(file), **USUAL)
     assert (asked.num_rollouts, asked.group_size, asked.shape.hidden) == (32, 8, 4096)
     with pytest.raises(ValueError, match="8xH100"):
-        question_of("Qwen3-8B", **{**settings, "gpus": "H100"}, learner_gpus=None, lag=1, costs_file=None)
+        question_of("Qwen3-8B", **{**USUAL, "gpus": "H100"})
 
 
 def test_a_cost_file_takes_the_place_of_the_roofline():
@@ -391,6 +399,23 @@ def test_a_cost_file_takes_the_place_of_the_roofline():
     assert "FP8" not in answer(asked, progress=quiet, sensitive=False).arms
     by_file, by_roofline = simulate_arm(asked, "plain"), simulate_arm(question(), "plain")
     assert by_file.times.generation_s == pytest.approx(by_roofline.times.generation_s, rel=0.35)  # a file knows one context only
+
+
+def halved(costs: Costs) -> Costs:
+    points = tuple(point.model_copy(update={"seconds": point.seconds / 2}) for point in costs.points)
+    return costs.model_copy(update={"points": points, "weights": "fp8", "kv_cache": "fp8"})
+
+
+def test_fp8_is_planned_from_what_was_measured_in_fp8(tmp_path: Path) -> None:
+    """A roofline would promise what this machine's kernels do not keep."""
+    truth = engine(drafter="eagle3", options=drafts("eagle3", alpha=2.6, at=3, longest=7))
+    costs = cost_file(truth, batches=(1, 8, 32, 128, 256), context=750)
+    asked = question(costs=costs, fp8_costs=halved(costs))
+    plain, fp8 = simulate_arm(asked, "plain"), simulate_arm(asked, "FP8")
+    assert fp8.times.generation_s == pytest.approx(plain.times.generation_s / 2, rel=0.02)
+    save_costs(tmp_path / "fp8.json", halved(costs))
+    with pytest.raises(ValueError, match="must come with one of BF16"):
+        question_of("Qwen3-8B", **USUAL, cost_files=[tmp_path / "fp8.json"])
 
 
 # ── published figures

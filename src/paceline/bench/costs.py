@@ -58,14 +58,14 @@ def run(
                 visit = engine.run(Order(requests=work, selector=selector, name=f"k={k}", to_the_end=True))
                 cells[batch, k] += [step for step in visit.steps[1:_STEPS] if step.verified == k and step.num_requests == batch]
             progress(f"pass {number + 1} of {repetitions} over {len(order)} cells")
-    costs = _costs(cells)
+    costs = _costs(cells, config)
     if costs_file is not None:
         save_costs(costs_file, costs)
         progress(f"cost file: {costs_file}")
     return _result(costs, cells, model, config, seed, CpuTimes.now().steal_share_since(before))
 
 
-def _costs(cells: dict[tuple[int, int], list[Step]]) -> Costs:
+def _costs(cells: dict[tuple[int, int], list[Step]], config: EngineConfig) -> Costs:
     points = tuple(
         CostPoint(
             num_requests=batch,
@@ -79,7 +79,7 @@ def _costs(cells: dict[tuple[int, int], list[Step]]) -> Costs:
         if steps
     )
     acceptance, trials = _acceptance([step for steps in cells.values() for step in steps])
-    return Costs(points=points, acceptance=acceptance, num_trials=trials)
+    return Costs(points=points, acceptance=acceptance, num_trials=trials, weights=config.weights, kv_cache=config.kv_cache)
 
 
 def _acceptance(steps: Sequence[Step]) -> tuple[tuple[float, ...], int]:

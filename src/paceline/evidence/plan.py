@@ -56,7 +56,9 @@ class Question:
     lag: int = 1
     """Of the asynchronous arms."""
     costs: Costs | None = None
-    """Measured step times of one engine, in place of the roofline; FP8 is then left out."""
+    """Measured step times of one engine, in place of the roofline."""
+    fp8_costs: Costs | None = None
+    """The same in FP8, which is left out if only BF16 was measured."""
     constants: Constants = Constants()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class Question:
 
     @property
     def has_fp8(self) -> bool:
-        return self.costs is None and self.gpu.fp8_tflops > self.gpu.bf16_tflops
+        return self.fp8_costs is not None if self.costs is not None else self.gpu.fp8_tflops > self.gpu.bf16_tflops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +119,9 @@ class Answer:
 
 def engine_model(question: Question, tensor_parallel: int, *, alpha: float | None, precision: Precision = "bf16") -> StepModel:
     """`alpha` None does not speculate."""
-    if question.costs is not None:
-        measured = MeasuredModel.of(question.costs, longest=LONGEST)
+    costs = question.fp8_costs if precision == "fp8" else question.costs
+    if costs is not None:
+        measured = MeasuredModel.of(costs, longest=LONGEST)
         return measured if alpha is not None else replace(measured, options={0: PLAIN})
     kind = question.drafter
     return EngineModel(

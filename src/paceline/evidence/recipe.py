@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config import Config, RolloutConfig, load_config
@@ -11,7 +12,7 @@ from paceline.evidence.engine_model import DrafterKind
 from paceline.evidence.hardware import find_gpu, find_shape
 from paceline.evidence.lengths import read_lengths
 from paceline.evidence.plan import FROZEN_LENGTH, LONGEST, NGRAM_LENGTH, TRAINED_LENGTH, Answer, Question
-from paceline.strategy.cost import load_costs
+from paceline.strategy.cost import Costs, load_costs
 
 PAYS = 1.05
 """Speed-up below which a lever is left out."""
@@ -31,7 +32,7 @@ def question_of(
     tensor_parallel: int | None,
     learner_gpus: int | None,
     lag: int,
-    costs_file: Path | None,
+    cost_files: Sequence[Path] = (),
 ) -> Question:
     """From what a user said; a TOML config in place of a model says the rest."""
     rollout: RolloutConfig | None = None
@@ -61,8 +62,22 @@ def question_of(
         learner_gpus=learner_gpus,
         max_num_seqs=max(rollout.engine.max_num_seqs, 8) if rollout is not None else 256,
         lag=lag,
-        costs=None if costs_file is None else load_costs(costs_file),
+        **_costs(cost_files),
     )
+
+
+def _costs(files: Sequence[Path]) -> dict[str, Costs]:
+    """By the name of the question's field."""
+    found: dict[str, Costs] = {}
+    for file in files:
+        costs = load_costs(file)
+        name = "fp8_costs" if "fp8" in (costs.weights, costs.kv_cache) else "costs"
+        if name in found:
+            raise ValueError(f"costs: got two files of the same precision, {file} the second; must be one of BF16 and one of FP8")
+        found[name] = costs
+    if "fp8_costs" in found and "costs" not in found:
+        raise ValueError(f"costs: got {files[0]}, measured in FP8; must come with one of BF16, which it is compared with")
+    return found
 
 
 def recommended(found: Answer) -> str:

@@ -121,6 +121,9 @@ class Costs(Section):
     """[j] = share of position j accepted among those requests that had all before it accepted; empty if not measured."""
     num_trials: int = Field(default=0, ge=0)
     """Verified drafts behind `acceptance`."""
+    weights: Literal["full", "fp8"] = "full"
+    kv_cache: Literal["full", "fp8"] = "full"
+    """What the engine computed in: steps in FP8 have other costs."""
 
 
 def save_costs(path: Path, costs: Costs) -> None:
