@@ -136,20 +136,9 @@ def percentile(amax_T: torch.Tensor, percent: float) -> float:
     return float(amax_T.float().kthvalue(place + 1).values)
 
 
-def saturated_share(x: torch.Tensor, scale: float) -> float:
-    """Share of elements that the scale cannot hold."""
-    return float((x.abs() > E4M3_MAX * scale).float().mean())
-
-
 def round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
     """What comes out of the KV cache for what went in."""
     return _to_e4m3(x.float() / scale).float() * scale
-
-
-def round_trip_error(x: torch.Tensor, scale: float) -> float:
-    """Root mean square of the error over that of the values. With a scale that fits it is about 0.026, whatever the values."""
-    x = x.float()
-    return float((round_trip(x, scale) - x).square().mean().sqrt() / x.square().mean().sqrt().clamp(1e-12))
 
 
 def _to_e4m3(x: torch.Tensor) -> torch.Tensor:
