@@ -25,7 +25,19 @@ from paceline.evidence.engine_model import (
 from paceline.evidence.fit import START, concerns, fit
 from paceline.evidence.hardware import GPUS, SHAPES, find_gpu, find_shape, shape_of
 from paceline.evidence.lengths import Lengths, lognormal, read_lengths
-from paceline.evidence.plan import Question, answer, best_layout, layouts, result, simulate_arm, step_gain, tensor_parallel, text
+from paceline.evidence.plan import (
+    LEVERS,
+    Question,
+    answer,
+    best_layout,
+    layouts,
+    result,
+    simulate_arm,
+    step_gain,
+    tensor_parallel,
+    text,
+)
+from paceline.evidence.plan_page import Sweep, write_plan_page
 from paceline.evidence.published import HELDOUT_P90, Cell, World, cells, split
 from paceline.evidence.recipe import check, question_of, recommended
 from paceline.evidence.run_model import Scenario, simulate
@@ -399,6 +411,19 @@ def test_a_cost_file_takes_the_place_of_the_roofline():
     assert "FP8" not in answer(asked, progress=quiet, sensitive=False).arms
     by_file, by_roofline = simulate_arm(asked, "plain"), simulate_arm(question(), "plain")
     assert by_file.times.generation_s == pytest.approx(by_roofline.times.generation_s, rel=0.35)  # a file knows one context only
+
+
+def test_the_page_shows_every_lever_and_scaling_with_labels_that_can_be_read(tmp_path: Path) -> None:
+    found = answer(question(), progress=quiet, sensitive=False)
+    step_s = {
+        lever: [400.0 / speed, 200.0 / speed] for speed, lever in enumerate(("plain", "speculation", "asynchrony", "together"), 1)
+    }
+    write_plan_page(found, tmp_path / "plan.html", scaling=Sweep(gpus=[8, 16], step_s=step_s))
+    page = (tmp_path / "plan.html").read_text()
+    assert all(lever in page for lever in LEVERS)
+    assert "max_draft_length" in page
+    assert "on more GPUs" in page
+    assert "mathdefault" not in page  # a tick label that nobody can read
 
 
 def halved(costs: Costs) -> Costs:
