@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.bench import plan_arena
+from paceline.bench.workload import Workload
 from paceline.config import FixedSelector, MeasuredSelector
 from paceline.evidence import lending, run_model
 from paceline.evidence.engine_model import (
@@ -41,9 +43,11 @@ from paceline.evidence.plan_page import Sweep, write_plan_page
 from paceline.evidence.published import HELDOUT_P90, Cell, World, cells, split
 from paceline.evidence.recipe import check, question_of, recommended
 from paceline.evidence.run_model import Scenario, simulate
+from paceline.rollout.stepped import Batch
 from paceline.run import loop
 from paceline.strategy import select
 from paceline.strategy.cost import Costs, save_costs
+from paceline.types import RolloutRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "paceline"
@@ -441,6 +445,24 @@ def test_fp8_is_planned_from_what_was_measured_in_fp8(tmp_path: Path) -> None:
     save_costs(tmp_path / "fp8.json", halved(costs))
     with pytest.raises(ValueError, match="must come with one of BF16"):
         question_of("Qwen3-8B", **USUAL, cost_files=[tmp_path / "fp8.json"])
+
+
+def batch(step_s: float) -> Batch:
+    return Batch(seconds=1.0, finished_s=[], token_ids=[], step_s=[(8, step_s)], steps=[], figures={})
+
+
+def test_each_arm_of_the_arena_is_predicted_from_costs_in_its_own_precision() -> None:
+    truth = engine(drafter="eagle3", options=drafts("eagle3", alpha=2.6, at=3, longest=7))
+    full = cost_file(truth, batches=(1, 8, 32, 64), context=64)
+    prompt = np.zeros(10, np.int32)
+    requests = [RolloutRequest(group_id=n, index=0, prompt_ids=prompt, max_tokens=20 * n, temperature=1.0) for n in range(1, 9)]
+    warm_up = {"plain": batch(1e-3), "fp8": batch(5e-4)}
+    found = plan_arena.predict({"full": full, "fp8": halved(full)}, Workload(requests, frozenset()), warm_up)
+    assert found.keys() == plan_arena.ARMS.keys()
+    for name in ("", " selector"):
+        whole, half = found[name.strip() or "plain"], found[f"fp8{name}"]
+        assert half.generation_s == pytest.approx(whole.generation_s / 2, rel=0.02)
+    assert found["selector"].generation_s < found["plain"].generation_s
 
 
 # ── published figures

@@ -5,14 +5,19 @@
     fp8_tis   the same with token-tis, C = 2
     fp8_mis   the same with token-mis
 
-Each arm is trained once per seed, arm after arm within a seed. The guard only observes, so that an arm is what its name says.
+Each arm is trained once per seed, as many runs at a time as there are cores, each on one: what counts is what is learnt, and a run
+that has more leaves some of them idle. The guard only observes, so that an arm is what its name says.
 `correction_within_spread` is 1 if the mean final accuracy of both corrected arms is no lower than that of BF16 by more than the
 range of the BF16 seeds.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
 from pathlib import Path
 
 from paceline.bench.learning import Training, train_once
@@ -42,12 +47,7 @@ def run(
     settings = {arm: ["guard.mode=observe", *overrides, *arm_settings] for arm, arm_settings in ARMS.items()}
     for arm in ARMS:  # a wrong key must not show in the second hour
         load_config(config_file, settings[arm])
-    trainings: dict[str, dict[int, Training]] = {arm: {} for arm in ARMS}
-    for seed in seeds:
-        for arm in ARMS:
-            training = train_once(config_file, settings[arm], seed, cache_root=cache_root, progress=progress)
-            trainings[arm][seed] = training
-            progress(f"seed {seed}, {arm}: accuracy {training.curve[0][1]:.3f} -> {training.final:.3f}, k3 {training.k3:.1e}")
+    trainings = _train_all(config_file, settings, seeds, cache_root=cache_root, progress=progress)
     figures, spread = compare({arm: list(found.values()) for arm, found in trainings.items()})
     config = load_config(config_file, overrides)
     return Result(
@@ -64,6 +64,42 @@ def run(
             "steal_share": CpuTimes.now().steal_share_since(before),
         },
     )
+
+
+def _train_all(
+    config_file: Path,
+    settings: Mapping[str, Sequence[str]],
+    seeds: Sequence[int],
+    *,
+    cache_root: Path,
+    progress: Callable[[str], None],
+) -> dict[str, dict[int, Training]]:
+    context = get_context("spawn")
+    cores = context.Queue()
+    for core in os.sched_getaffinity(0):
+        cores.put(core)
+    workers = min(len(os.sched_getaffinity(0)), len(seeds) * len(settings))
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_settle, initargs=(cores,)) as pool:
+        waiting = {
+            pool.submit(train_once, config_file, overrides, seed, cache_root=cache_root, progress=_quiet): (arm, seed)
+            for seed in seeds
+            for arm, overrides in settings.items()
+        }
+        trainings: dict[str, dict[int, Training]] = {arm: {} for arm in settings}
+        for done in as_completed(waiting):
+            (arm, seed), training = waiting[done], done.result()
+            trainings[arm][seed] = training
+            progress(f"seed {seed}, {arm}: accuracy {training.curve[0][1]:.3f} -> {training.final:.3f}, k3 {training.k3:.1e}")
+    return {arm: dict(sorted(found.items())) for arm, found in trainings.items()}
+
+
+def _settle(cores: Queue[int]) -> None:
+    """This process, and all that it starts, on a core of its own."""
+    os.sched_setaffinity(0, {cores.get()})
+
+
+def _quiet(line: str) -> None:
+    """Runs at the same time would talk into each other."""
 
 
 def compare(trainings: Mapping[str, Sequence[Training]]) -> tuple[dict[str, float], dict[str, float]]:
