@@ -133,15 +133,23 @@ def test_the_engine_drafts_what_training_unrolled_and_writes_what_it_writes_with
     assert metrics["engine/accepted_tokens"] == pytest.approx(accepted, rel=0.05)
 
 
+@pytest.mark.parametrize("weights", ["full", "fp8"])
 def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
-    kind: str, policy_path: Path, drafter_path: Path, engine_config: EngineConfig, runner: asyncio.Runner, tmp_path: Path
+    kind: str,
+    weights: str,
+    policy_path: Path,
+    drafter_path: Path,
+    engine_config: EngineConfig,
+    runner: asyncio.Runner,
+    tmp_path: Path,
 ) -> None:
     """Weights that arrive under another name, or into a copy that nobody reads, leave the old drafter at work without a word."""
+    config = engine_config if weights == "full" else engine_config.model_copy(update={"dtype": "bfloat16"})
     random_drafter(drafter_path, tmp_path / "random", seed=3)
     prompts = [prompt.token_ids for prompt in make_prompts(24, seed=2)]
     speculation = SpeculationConfig.model_validate(
         {
-            "drafter": {"kind": kind, "path": str(drafter_path)},
+            "drafter": {"kind": kind, "path": str(drafter_path), "weights": weights},
             "max_draft_length": DRAFT_LENGTH,
             "selector": FixedSelector(draft_length=DRAFT_LENGTH),
         }
@@ -149,13 +157,13 @@ def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
 
     async def loaded_random_pushed() -> list[float]:
         """A push that is refused leaves the share as it was."""
-        engine = await VllmEngine.start("test", policy_path, engine_config, seed=0, speculation=speculation)
+        engine = await VllmEngine.start("test", policy_path, config, seed=0, speculation=speculation)
         sender = ShmSender()
         try:
             shares = [await accepted_share(engine, prompts)]
             for version, path in enumerate((tmp_path / "random", drafter_path), start=1):
-                weights = drafter_weights(path / "model.safetensors")
-                receipt = await engine.receive(sender.stage(version, weights.items(), target="drafter"))
+                drafter = drafter_weights(path / "model.safetensors")
+                receipt = await engine.receive(sender.stage(version, drafter.items(), target="drafter"))
                 assert receipt.ok == (kind == "eagle3") and not receipt.lost, receipt
                 shares.append(await accepted_share(engine, prompts))
             assert engine.policy_version == 0, "a drafter is no policy"
