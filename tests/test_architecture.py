@@ -24,7 +24,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # Imports point down this list; units on one row do not know each other.
 ROWS = (
     ("paceline",),
-    ("types",),
+    ("types", "origin"),
     ("config",),
     ("metrics", "console"),
     ("precision",),

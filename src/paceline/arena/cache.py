@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from paceline.origin import is_as_written
+
 DEFAULT_CACHE_ROOT = Path.home() / ".cache" / "paceline"
-CHECKSUM_FILE = "model.safetensors.sha256"
 
 Progress = Callable[[str], None]
 
@@ -34,21 +34,9 @@ def build_once(directory: Path, write: Callable[[Path], None], *, name: str, pro
     return directory
 
 
-def write_checksum(directory: Path) -> None:
-    (directory / CHECKSUM_FILE).write_text(f"{_checksum(directory)}  model.safetensors\n", encoding="utf-8")
-
-
 def is_whole(directory: Path) -> bool:
-    """Whether a finished build is there and its weights are as written: safetensors loads a flipped byte without a word."""
-    recorded = directory / CHECKSUM_FILE
-    if not recorded.is_file() or not (directory / "model.safetensors").is_file():
-        return False
-    return recorded.read_text(encoding="utf-8").split()[0] == _checksum(directory)
-
-
-def _checksum(directory: Path) -> str:
-    with (directory / "model.safetensors").open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Whether a finished build is there and its weights are as written."""
+    return (directory / "model.safetensors").is_file() and is_as_written(directory) is True
 
 
 @contextmanager

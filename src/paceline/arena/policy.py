@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from paceline.arena.cache import DEFAULT_CACHE_ROOT, Progress, build_once, write_checksum
+from paceline.arena.cache import DEFAULT_CACHE_ROOT, Progress, build_once
 from paceline.arena.growth import grow
 from paceline.arena.shape import Shape
 from paceline.arena.task import TASK_VERSION
 from paceline.arena.tokenizer import make_tokenizer
 from paceline.arena.training import Schedule, train_policy
+from paceline.origin import write_checksum
 
 RECIPE_FILE = "recipe.json"
 

@@ -8,7 +8,6 @@ How a drafter guesses is in eagle.py and dflash.py. `preflight` compares a check
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -22,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedConfig
 
+from paceline.origin import is_as_written, write_checksum
+
 if TYPE_CHECKING:
     from speculators import SpeculatorModel, SpeculatorModelConfig, SpeculatorsConfig
     from speculators.model import DraftVocabMixin
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
         fc: nn.Linear
 
 
-CHECKSUM_FILE = "model.safetensors.sha256"
 EAGLE3_TAPS = 3
 """Hidden states of the policy that an EAGLE-3 drafter reads. vLLM takes this number for granted in speculators checkpoints."""
 _TAPS_KEYS = {"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": "aux_hidden_state_layer_ids"}
@@ -111,7 +111,7 @@ def _write(directory: Path, config: str, weights: dict[str, torch.Tensor], token
     if tokenizer is not None and tokenizer.is_file():
         shutil.copyfile(tokenizer, partial / "tokenizer.json")
     save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / CHECKSUM_FILE).write_text(f"{sha256(partial / 'model.safetensors')}  model.safetensors\n", encoding="utf-8")
+    write_checksum(partial)
     partial.rename(directory)
 
 
@@ -261,8 +261,7 @@ def read_parts(path: Path, kind: str, *, who: str) -> tuple[dict[str, Any], dict
     found = config.get("speculators_model_type", kind)
     if found != kind:
         raise ValueError(f"{who} is a {found!r} drafter; must be {kind!r} for drafter.kind {kind}: choose another kind or drafter")
-    recorded = path / CHECKSUM_FILE
-    if recorded.is_file() and recorded.read_text(encoding="utf-8").split()[0] != sha256(path / "model.safetensors"):
+    if is_as_written(path) is False:
         raise ValueError(f"{who} differs from its checksum; must be whole because a damaged drafter loads silently: copy it again")
     shapes: dict[str, tuple[int, ...]] = {}
     for part in weights:
@@ -297,8 +296,3 @@ def _policy_config(path: Path) -> dict[str, Any]:
 
 def _vocabulary(tokenizer: Path) -> Any:
     return json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"]
-
-
-def sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.draft.checkpoint import CHECKSUM_FILE, read_parts, sha256
+from paceline.draft.checkpoint import read_parts
 from paceline.draft.provenance import (
     EVALUATION_FILE,
     PROVENANCE_FILE,
@@ -24,6 +24,7 @@ from paceline.draft.provenance import (
     write_provenance,
 )
 from paceline.draft.trainer import Evaluation
+from paceline.origin import CHECKSUM_FILE, write_checksum
 
 CARD_FILE = "README.md"
 _KINDS = {"eagle3": "EAGLE-3, a pass of the drafter for each token", "dflash": "DFlash, all tokens in one pass of the drafter"}
@@ -54,7 +55,7 @@ def export_drafter(source: Path, out: Path, *, policy: str | None = None) -> Non
     shutil.rmtree(partial, ignore_errors=True)  # left by a crash
     partial.mkdir(parents=True)
     shutil.copyfile(directory / "model.safetensors", partial / "model.safetensors")
-    (partial / CHECKSUM_FILE).write_text(f"{sha256(directory / 'model.safetensors')}  model.safetensors\n", encoding="utf-8")
+    write_checksum(partial, copied_from=directory)
     (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if (directory / "tokenizer.json").is_file():
         shutil.copyfile(directory / "tokenizer.json", partial / "tokenizer.json")

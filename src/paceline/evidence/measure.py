@@ -14,12 +14,13 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import numpy as np
+
+from paceline.origin import installed
 
 Goal = tuple[Literal[">=", "<="], float]
 
@@ -87,14 +88,8 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 
 def environment(*, seeds: Sequence[int] = (), config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Versions, processor, memory, seeds and resolved config: what is needed to make a figure again."""
-    versions: dict[str, str] = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
-        "versions": versions,
+        "versions": {"python": platform.python_version()} | installed(_PACKAGES),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

@@ -47,6 +47,7 @@ def question_of(
     usual = (NGRAM_LENGTH, NGRAM_LENGTH) if drafter == "ngram" else (FROZEN_LENGTH, TRAINED_LENGTH)
     frozen = usual[0] if accepted_length is None else accepted_length
     trained = (usual[1] if accepted_length is None else frozen) if trained_length is None else trained_length
+    costs, fp8_costs = _costs(cost_files)
     return Question(
         shape=find_shape(model),
         gpu=find_gpu(name),
@@ -62,22 +63,23 @@ def question_of(
         learner_gpus=learner_gpus,
         max_num_seqs=max(rollout.engine.max_num_seqs, 8) if rollout is not None else 256,
         lag=lag,
-        **_costs(cost_files),
+        costs=costs,
+        fp8_costs=fp8_costs,
     )
 
 
-def _costs(files: Sequence[Path]) -> dict[str, Costs]:
-    """By the name of the question's field."""
-    found: dict[str, Costs] = {}
+def _costs(files: Sequence[Path]) -> tuple[Costs | None, Costs | None]:
+    """Of BF16 and of FP8."""
+    found: dict[bool, Costs] = {}
     for file in files:
         costs = load_costs(file)
-        name = "fp8_costs" if "fp8" in (costs.weights, costs.kv_cache) else "costs"
-        if name in found:
+        fp8 = "fp8" in (costs.weights, costs.kv_cache)
+        if fp8 in found:
             raise ValueError(f"costs: got two files of the same precision, {file} the second; must be one of BF16 and one of FP8")
-        found[name] = costs
-    if "fp8_costs" in found and "costs" not in found:
+        found[fp8] = costs
+    if True in found and False not in found:
         raise ValueError(f"costs: got {files[0]}, measured in FP8; must come with one of BF16, which it is compared with")
-    return found
+    return found.get(False), found.get(True)
 
 
 def recommended(found: Answer) -> str:

@@ -30,7 +30,6 @@ is suddenly ten times what it was is in trouble well below the published limits.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -43,6 +42,7 @@ from typing import Literal
 import numpy as np
 
 from paceline.config import CorrectionConfig, GuardConfig
+from paceline.origin import sha256
 from paceline.policy.correction import EngineGap
 from paceline.types import Floats, Sample
 
@@ -269,8 +269,7 @@ def save_batch(directory: Path, samples: Sequence[Sample], learner_logp: Sequenc
         engine=np.array([sample.engine for sample in samples]),
         rollout_key=np.array([sample.rollout_key or (-1, -1) for sample in samples]),
     )
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    (directory / "checksums.json").write_text(json.dumps({file.name: digest}, indent=2) + "\n", encoding="utf-8")
+    (directory / "checksums.json").write_text(json.dumps({file.name: sha256(file)}, indent=2) + "\n", encoding="utf-8")
     return file
 
 

@@ -16,7 +16,6 @@ D hidden size, V vocabulary, K taps.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,6 +41,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from paceline.config import CalibrationConfig, LearnerConfig, ObjectiveConfig
+from paceline.origin import sha256
 from paceline.policy.batch import Batch, make_batch, plan_passes
 from paceline.policy.calibration import Calibration, calibration_metrics, choose, has_qk_norm, scales_of
 from paceline.policy.objective import LossSums, loss_normaliser, policy_loss
@@ -512,11 +512,6 @@ def _write_checkpoint(target: Path, source: Path, tensors: dict[str, torch.Tenso
     config["dtype"] = str(dtype).removeprefix("torch.")
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    checksums = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
+    checksums = {file.name: sha256(file) for file in sorted(partial.iterdir())}
     (partial / "checksums.json").write_text(json.dumps(checksums, indent=2) + "\n", encoding="utf-8")
     partial.replace(target)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
