@@ -58,4 +58,5 @@ def test_page_shows_every_figure(tmp_path: Path) -> None:
     write_precision_page(result, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 2
+    assert "mathdefault" not in page  # a tick label that nobody can read
     assert all(name.replace("_", " ") in page for name in result.figures)

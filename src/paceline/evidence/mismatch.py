@@ -130,7 +130,6 @@ def _draw_k3(axes: Axes, run: RecordedRun, k3: Floats, floor: Floats) -> None:
     # A learner in FP32 agrees with itself to 1e-13 and less; the mismatch is what must be seen.
     low = max(shown.min(), _LEAST_SHOWN * high)
     axes.set_ylim(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high) + 0.1))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
     axes.set_ylabel("k3")
 
 
@@ -171,7 +170,6 @@ def _histogram_panel(mismatches: Sequence[Mapping[str, Any]]) -> Panel:
     axes.set_xticks([-1, -1e-2, -1e-4, 0, 1e-4, 1e-2, 1], ["-1", "-0.01", "-1e-4", "0", "1e-4", "0.01", "1"])
     axes.minorticks_off()
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.axvline(0, color=SOFT, linewidth=0.7)
     axes.set_xlabel("log-ratio, learner over engine")
     axes.set_ylabel("share of tokens, %")

@@ -131,6 +131,8 @@ def _short(name: str, most: int = 18) -> str:
 
 def svg(figure: Figure, title: str) -> str:
     """The figure as an element of an HTML page: no prolog, no metadata, no fixed size, colours by CSS variable."""
+    for axes in figure.axes:
+        _plain_powers(axes)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
@@ -140,6 +142,17 @@ def svg(figure: Figure, title: str) -> str:
     for placeholder, variable in ((INK, "--ink"), (SOFT, "--soft"), (LINE, "--line")):
         text = text.replace(placeholder, f"var({variable})")
     return text
+
+
+def _plain_powers(axes: Axes) -> None:
+    """Labels of a logarithmic axis are mathematics to matplotlib, of which an SVG with real text shows the source."""
+    from matplotlib.ticker import LogFormatter, LogFormatterMathtext
+
+    for axis in (axes.xaxis, axes.yaxis):
+        if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+        if isinstance(axis.get_minor_formatter(), LogFormatterMathtext):
+            axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
 
 
 def _card(card: Card) -> str:

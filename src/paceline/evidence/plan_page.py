@@ -121,8 +121,6 @@ def _scaling_panel(scaling: Sweep, question: Question) -> Panel:
         axes.set_xticks(scaling.gpus, [str(number) for number in scaling.gpus], fontsize=7)
         axes.set_xlabel(f"{question.gpu.name}")
     left.set_yscale("log")
-    for set_formatter in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
-        set_formatter(lambda value, _: f"{value:g}")  # a page's SVG shows the default's mathematics as source
     left.set_ylabel("seconds of a step")
     right.set_ylabel("speed-up over plain on as many GPUs")
     right.axhline(1, color=GREY, linewidth=1)

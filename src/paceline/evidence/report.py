@@ -202,7 +202,6 @@ def _lengths_panel(run: RecordedRun) -> Panel:
             axes.stairs(heights, edges, baseline=100 * floor, fill=True, color=colour, alpha=0.3)
         axes.stairs(heights, edges, baseline=100 * floor, color=colour, linewidth=1.6, label=label)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylim(bottom=100 * floor)
     axes.set_xlim(0, edges[-1])
     axes.set_xlabel("response length, tokens")
