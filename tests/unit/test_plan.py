@@ -46,7 +46,7 @@ from paceline.evidence.run_model import Scenario, simulate
 from paceline.rollout.stepped import Batch
 from paceline.run import loop
 from paceline.strategy import select
-from paceline.strategy.cost import Costs, save_costs
+from paceline.strategy.cost import Costs, Step, save_costs
 from paceline.types import RolloutRequest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -447,8 +447,21 @@ def test_fp8_is_planned_from_what_was_measured_in_fp8(tmp_path: Path) -> None:
         question_of("Qwen3-8B", **USUAL, cost_files=[tmp_path / "fp8.json"])
 
 
-def batch(step_s: float) -> Batch:
-    return Batch(seconds=1.0, finished_s=[], token_ids=[], step_s=[(8, step_s)], steps=[], figures={})
+def batch(*prefill: tuple[int, float]) -> Batch:
+    """What was read in how many seconds, step by step."""
+    step = Step(
+        num_requests=8,
+        num_prefill_tokens=0,
+        context_tokens=0,
+        verified=0,
+        drafted=0,
+        seconds=0.5,
+        proposed_at=(),
+        accepted_at=(),
+        num_emitted=8,
+    )
+    steps = [replace(step, num_prefill_tokens=tokens, seconds=seconds) for tokens, seconds in prefill] + [step]
+    return Batch(seconds=1.0, finished_s=[], token_ids=[], step_s=[], steps=steps, figures={})
 
 
 def test_each_arm_of_the_arena_is_predicted_from_costs_in_its_own_precision() -> None:
@@ -456,7 +469,9 @@ def test_each_arm_of_the_arena_is_predicted_from_costs_in_its_own_precision() ->
     full = cost_file(truth, batches=(1, 8, 32, 64), context=64)
     prompt = np.zeros(10, np.int32)
     requests = [RolloutRequest(group_id=n, index=0, prompt_ids=prompt, max_tokens=20 * n, temperature=1.0) for n in range(1, 9)]
-    warm_up = {"plain": batch(1e-3), "fp8": batch(5e-4)}
+    silent = Batch(seconds=1.0, finished_s=[], token_ids=[], step_s=[], steps=[], figures={})
+    warm_up = dict.fromkeys(plan_arena.ARMS, silent)
+    warm_up |= {"selector": batch((50, 6e-4), (30, 4e-4)), "fp8 selector": batch((80, 5e-4))}
     found = plan_arena.predict({"full": full, "fp8": halved(full)}, Workload(requests, frozenset()), warm_up)
     assert found.keys() == plan_arena.ARMS.keys()
     for name in ("", " selector"):

@@ -20,13 +20,16 @@ from paceline.arena.policy import resolve
 from paceline.bench.workload import ENGINE, arena_requests, engines
 from paceline.config import EagleDrafter, EngineConfig, FixedSelector, SpeculationConfig, load_config
 from paceline.evidence.measure import CpuTimes, Result, environment
-from paceline.rollout.stepped import Order
+from paceline.rollout.stepped import Order, SteppedEngine
 from paceline.strategy.cost import CostPoint, Costs, Step, save_costs
+from paceline.types import RolloutRequest
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (0, 1, 2, 3, 5, 7)
 _STEPS = 14
 """Of one visit to a cell, the first with prompts included."""
+Cells = dict[tuple[int, int], list[Step]]
+"""By batch size and draft length."""
 
 
 def run(
@@ -45,27 +48,35 @@ def run(
     asked = load_config(None, overrides).rollout.engine
     config = ENGINE.model_copy(update={"weights": asked.weights, "kv_cache": asked.kv_cache})
     before = CpuTimes.now()
-    cells: dict[tuple[int, int], list[Step]] = defaultdict(list)
+    cells: Cells = defaultdict(list)
     with engines(model_path, [speculation], seed=seed, progress=progress, config=config) as (engine,):
-        requests = arena_requests(model_path, num_prompts=max(BATCHES), group_size=1, max_tokens=1, seed=seed)
-        order = [(batch, k) for batch in BATCHES for k in LENGTHS]
+        requests = cost_requests(model_path, seed)
         for number in range(repetitions):
-            random.Random(number).shuffle(order)  # noqa: S311
-            for batch, k in order:
-                # As many tokens as the steps can emit at the most, so that nobody leaves the batch before they are over.
-                work = [replace(request, max_tokens=_STEPS * (k + 1)) for request in requests[:batch]]
-                selector = FixedSelector(draft_length=k)
-                visit = engine.run(Order(requests=work, selector=selector, name=f"k={k}", to_the_end=True))
-                cells[batch, k] += [step for step in visit.steps[1:_STEPS] if step.verified == k and step.num_requests == batch]
-            progress(f"pass {number + 1} of {repetitions} over {len(order)} cells")
-    costs = _costs(cells, config)
+            visit_cells(engine, requests, cells, number)
+            progress(f"pass {number + 1} of {repetitions} over {len(cells)} cells")
+    costs = costs_of(cells, config)
     if costs_file is not None:
         save_costs(costs_file, costs)
         progress(f"cost file: {costs_file}")
     return _result(costs, cells, model, config, seed, CpuTimes.now().steal_share_since(before))
 
 
-def _costs(cells: dict[tuple[int, int], list[Step]], config: EngineConfig) -> Costs:
+def cost_requests(model_path: Path, seed: int) -> list[RolloutRequest]:
+    return arena_requests(model_path, num_prompts=max(BATCHES), group_size=1, max_tokens=1, seed=seed)
+
+
+def visit_cells(engine: SteppedEngine, requests: Sequence[RolloutRequest], cells: Cells, number: int) -> None:
+    """Pass `number` over every batch size and draft length, in an order of its own; what was seen is added to `cells`."""
+    order = [(batch, k) for batch in BATCHES for k in LENGTHS]
+    random.Random(number).shuffle(order)  # noqa: S311
+    for batch, k in order:
+        # As many tokens as the steps can emit at the most, so that nobody leaves the batch before they are over.
+        work = [replace(request, max_tokens=_STEPS * (k + 1)) for request in requests[:batch]]
+        visit = engine.run(Order(requests=work, selector=FixedSelector(draft_length=k), name=f"k={k}", to_the_end=True))
+        cells[batch, k] += [step for step in visit.steps[1:_STEPS] if step.verified == k and step.num_requests == batch]
+
+
+def costs_of(cells: Cells, config: EngineConfig) -> Costs:
     points = tuple(
         CostPoint(
             num_requests=batch,
@@ -94,9 +105,7 @@ def _acceptance(steps: Sequence[Step]) -> tuple[tuple[float, ...], int]:
     return tuple(a / max(r, 1) for a, r in zip(accepted, reached, strict=True)), reached[0]
 
 
-def _result(
-    costs: Costs, cells: dict[tuple[int, int], list[Step]], model: str, config: EngineConfig, seed: int, steal_share: float
-) -> Result:
+def _result(costs: Costs, cells: Cells, model: str, config: EngineConfig, seed: int, steal_share: float) -> Result:
     rate = {cell: sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps) for cell, steps in cells.items()}
     best = {batch: max(LENGTHS, key=lambda k, batch=batch: rate[batch, k]) for batch in BATCHES}
     figures = {f"best_length_{batch}": float(k) for batch, k in best.items()}

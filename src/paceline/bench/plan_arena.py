@@ -1,12 +1,16 @@
 """`paceline bench plan --arena`: predicted against measured makespan and step time on this machine, with cost files of the day.
 
-cost files of BF16 and FP8 (bench costs, or --costs) ──▶ simulator ──▶ predicted
-the long-tailed batch of bench rollout               ──▶ engines   ──▶ measured    plain, fixed lengths, selector, FP8; in turns
+cost files of BF16 and FP8             ──▶ simulator ──▶ predicted
+the long-tailed batch of bench rollout ──▶ engines   ──▶ measured    plain, a fixed length, the selector, FP8; in turns
+
+Step costs are measured between the rounds of what they predict, on the same engines: a machine whose speed drifts drifts for both.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,14 +20,14 @@ import numpy as np
 from paceline.arena.drafter import resolve_drafter
 from paceline.arena.policy import resolve
 from paceline.bench import costs as bench_costs
-from paceline.bench.workload import ENGINE, Workload, engines, long_tailed
+from paceline.bench.workload import ENGINE, Workload, long_tailed, one_engine
 from paceline.config import EagleDrafter, FixedSelector, MeasuredSelector, SelectorConfig, SpeculationConfig
 from paceline.evidence.engine_model import MeasuredModel
 from paceline.evidence.lengths import Lengths
 from paceline.evidence.measure import CpuTimes, Result, environment, middle
 from paceline.evidence.run_model import Scenario, Times, simulate
-from paceline.rollout.stepped import Batch, Order, lockstep
-from paceline.strategy.cost import Costs, load_costs
+from paceline.rollout.stepped import Batch, Order, SteppedEngine, lockstep
+from paceline.strategy.cost import Costs, Step, load_costs, save_costs
 
 LONGEST = 7
 
@@ -38,7 +42,6 @@ class Arm:
 
 ARMS: Mapping[str, Arm] = {
     "plain": Arm(),
-    "k=2": Arm(FixedSelector(draft_length=2)),
     "k=5": Arm(FixedSelector(draft_length=5)),
     "selector": Arm(MeasuredSelector()),
     "fp8": Arm(precision="fp8"),
@@ -57,56 +60,62 @@ def run(
     num_requests: int = 64,
     seed: int = 0,
 ) -> Result:
-    """`cost_files`: of BF16, then of FP8; what is not there is measured and written there."""
+    """`cost_files`: of BF16, then of FP8; those that are not there are measured, a pass before every round, and written."""
     before = CpuTimes.now()
-    files = [*cost_files, *([None] * len(PRECISIONS))]
-    costs = {
-        precision: _costs(file, precision, model=model, cache_root=cache_root, seed=seed, progress=progress)
-        for precision, file in zip(PRECISIONS, files, strict=False)
-    }
+    files = dict(zip(PRECISIONS, cost_files, strict=False))
+    costs = {precision: load_costs(file) for precision, file in files.items() if file.is_file()}
+    cells: dict[str, bench_costs.Cells] = {precision: defaultdict(list) for precision in PRECISIONS if precision not in costs}
     model_path = resolve(model, cache_root=cache_root, progress=progress)
     drafter = resolve_drafter("arena", model, cache_root=cache_root, progress=progress)
     speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=LONGEST)
-    kinds = {
-        precision: [None if arm.selector is None else speculation for arm in ARMS.values() if arm.precision == precision]
-        for precision in PRECISIONS
-    }
-    configs = {p: ENGINE.model_copy(update={"kv_cache_gb": 1.0, "weights": p, "kv_cache": p}) for p in PRECISIONS}
-    with (
-        engines(model_path, kinds["full"], seed=seed, progress=progress, config=configs["full"]) as full,
-        engines(model_path, kinds["fp8"], seed=seed, progress=progress, config=configs["fp8"]) as fp8,
-    ):
-        started = [*full, *fp8]  # in the order of ARMS
-        drafting = FixedSelector(draft_length=4)
-        work = long_tailed(started[1], model_path, num_requests=num_requests, selector=drafting, max_tokens=640, seed=seed)
-        rounds: list[dict[str, Batch]] = []
+    configs = {p: ENGINE.model_copy(update={"kv_cache_gb": 1.5, "weights": p, "kv_cache": p}) for p in PRECISIONS}
+    rounds: list[dict[str, Batch]] = []
+    with ExitStack() as stack:
+        started: dict[str, SteppedEngine] = {}
+        for name, arm in ARMS.items():
+            progress(f"starting the engine of {name}")
+            how = None if arm.selector is None else speculation
+            started[name] = stack.enter_context(one_engine(model_path, how, seed=seed, config=configs[arm.precision]))
+        drafting = {arm.precision: started[name] for name, arm in ARMS.items() if arm.selector is not None}
+        work = long_tailed(
+            drafting["full"],
+            model_path,
+            num_requests=num_requests,
+            selector=FixedSelector(draft_length=4),
+            max_tokens=640,
+            seed=seed,
+        )
+        requests = bench_costs.cost_requests(model_path, seed)
         for number in range(repetitions + 1):
             orders = [
-                (engine, Order(requests=work.requests, selector=arm.selector, name=name, to_the_end=True))
-                for engine, (name, arm) in zip(started, ARMS.items(), strict=True)
+                (started[name], Order(requests=work.requests, selector=arm.selector, name=name, to_the_end=True))
+                for name, arm in ARMS.items()
             ]
             rounds.append({order.name: batch for (_, order), batch in zip(orders, lockstep(orders), strict=True)})
             progress(f"round {number}: " + ", ".join(f"{name} {batch.seconds:.1f} s" for name, batch in rounds[-1].items()))
+            if number < repetitions:
+                for precision, seen in cells.items():
+                    bench_costs.visit_cells(drafting[precision], requests, seen, number)
+                    progress(f"step costs, weights and KV cache {precision}: pass {number + 1} of {repetitions}")
+    for precision, seen in cells.items():
+        costs[precision] = bench_costs.costs_of(seen, configs[precision])
+        if precision in files:
+            save_costs(files[precision], costs[precision])
     warm_up, *counted = rounds
     return _result(counted, predict(costs, work, warm_up), model, seed, CpuTimes.now().steal_share_since(before))
 
 
-def _costs(file: Path | None, precision: str, *, model: str, cache_root: Path, seed: int, progress: Callable[[str], None]) -> Costs:
-    if file is not None and file.is_file():
-        return load_costs(file)
-    settings = [f"rollout.engine.{part}={precision}" for part in ("weights", "kv_cache")]
-    found = bench_costs.run(progress=progress, cache_root=cache_root, costs_file=file, overrides=settings, model=model, seed=seed)
-    return Costs.model_validate(found.details["costs"])
-
-
 def predict(costs: Mapping[str, Costs], work: Workload, warm_up: Mapping[str, Batch]) -> dict[str, Times]:
-    """How fast prompts are read is no part of a cost file: it comes from the first step of a round that is not counted."""
+    """How fast prompts are read is no part of a cost file: it comes from the first steps of a round that is not counted."""
     num_prompt_tokens = sum(len(request.prompt_ids) for request in work.requests)
+    reading: dict[str, list[Step]] = {precision: [] for precision in PRECISIONS}
+    for name, arm in ARMS.items():
+        reading[arm.precision] += [step for step in warm_up[name].steps if step.num_prefill_tokens]
     lengths = Lengths(values=np.sort(np.array(work.lengths, np.float64)), source="the batch itself")
     found = {}
     for name, arm in ARMS.items():
-        plain = "plain" if arm.precision == "full" else "fp8"
-        prefill = num_prompt_tokens / warm_up[plain].step_s[0][1]
+        steps = reading[arm.precision]
+        prefill = sum(step.num_prefill_tokens for step in steps) / sum(step.seconds for step in steps)
         found[name] = simulate(
             Scenario(
                 model=MeasuredModel.of(costs[arm.precision], longest=LONGEST, prefill_tokens_per_s=prefill),

@@ -65,16 +65,24 @@ def engines(
 ) -> Iterator[list[SteppedEngine]]:
     """One engine for each, all on all cores; they take turns. Started one after another: compiling wants every core, and engines
     of one kind find what the first has compiled."""
-    cpus = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         started = []
         for number, speculation in enumerate(speculations):
             progress(f"starting engine {number + 1} of {len(speculations)}")
-            engine = SteppedEngine(model_path, config, seed=seed + number, cpus=cpus, speculation=speculation)
-            stack.callback(engine.close)
-            engine.wait()
-            started.append(engine)
+            started.append(stack.enter_context(one_engine(model_path, speculation, seed=seed + number, config=config)))
         yield started
+
+
+@contextmanager
+def one_engine(
+    model_path: Path, speculation: SpeculationConfig | None, *, seed: int, config: EngineConfig
+) -> Iterator[SteppedEngine]:
+    engine = SteppedEngine(model_path, config, seed=seed, cpus=sorted(os.sched_getaffinity(0)), speculation=speculation)
+    try:
+        engine.wait()
+        yield engine
+    finally:
+        engine.close()
 
 
 def rate(steps: Sequence[Step]) -> float:
