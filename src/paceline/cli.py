@@ -26,7 +26,7 @@ _EPILOG = """start here:
 """
 
 BENCHES = {
-    "correction": "held-out accuracy with FP8 rollouts, corrected and not, against BF16; three seeds (estimated: 70 minutes)",
+    "correction": "held-out accuracy with FP8 rollouts, corrected and not, against BF16; three seeds (about 65 minutes)",
     "costs": "step time and acceptance by batch and draft length on arena:large: a prior for the selector (about 7 minutes)",
     "control": "cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)",
     "guard": "planted faults: is each answered by the right rung, and are clean batches left alone (about 5 minutes)",
