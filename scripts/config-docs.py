@@ -1,24 +1,23 @@
-"""Writes docs/config.md from src/paceline/config.py and the docstrings under its fields. Run it after changing a key."""
+"""Writes docs/config.md from src/paceline/config/ and the docstrings under its fields. Run it after changing a key."""
 
 from __future__ import annotations
 
 import json
 import re
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import get_args
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from paceline.config import Config, Section
+from paceline.config import Config, Section, sections_in
 
 HEADER = """\
 # Every setting
 
-Made from `src/paceline/config.py` by `python scripts/config-docs.py`. A config is a TOML file; on the command line each key can be
-given as `section.key=value`. What is not given keeps its default, and unknown keys are refused.
+Made from `src/paceline/config/` by `python scripts/config-docs.py`. A config is a TOML file; on the command line each
+key can be given as `section.key=value`. What is not given keeps its default, and unknown keys are refused.
 """
 
 
@@ -27,27 +26,30 @@ def sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type
     if path:
         yield path, section
     for name, field in section.model_fields.items():
-        for variant in _sections_in(field.annotation):
+        for variant in sections_in(field.annotation):
             yield from sections(variant, f"{path}.{name}" if path else name)
 
 
 def page() -> str:
     parts = [HEADER]
     for path, section in sections(Config):
-        fields = {name: field for name, field in section.model_fields.items() if not _sections_in(field.annotation)}
-        kind = fields.pop("kind", None)
-        parts.append(f"\n## {path}" + (f' (kind = "{kind.default}")' if kind else "") + "\n\n")
+        fields = {name: field for name, field in section.model_fields.items() if not sections_in(field.annotation)}
+        variant = _variant(section)
+        if variant:
+            del fields["kind"]
+        parts.append(f"\n## {path}" + (f' (kind = "{variant}")' if variant else "") + "\n\n")
         parts.append("| key | default | values | meaning |\n|---|---|---|---|\n")
-        parts += [f"| `{name}` | {_default(field)} | {_values(field)} | {_meaning(field)} |\n" for name, field in fields.items()]
+        parts += [
+            f"| `{name}` | {_default(field)} | {_values(field)} | {_meaning(field)} |\n"
+            for name, field in fields.items()
+        ]
     return "".join(parts)
 
 
-def _sections_in(annotation: Any) -> list[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [variant for argument in get_args(annotation) for variant in _sections_in(argument)]
-    return []
+def _variant(section: type[Section]) -> str | None:
+    """The kind that names this variant of a union; a `kind` with several values is a key like others."""
+    kinds = get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
+    return kinds[0] if len(kinds) == 1 else None
 
 
 def _default(field: FieldInfo) -> str:
@@ -58,10 +60,17 @@ def _default(field: FieldInfo) -> str:
 
 def _values(field: FieldInfo) -> str:
     kind = re.sub(
-        r"\b(pathlib\.|typing\.)", "", field.annotation.__name__ if isinstance(field.annotation, type) else str(field.annotation)
+        r"\b(pathlib\.|typing\.)",
+        "",
+        field.annotation.__name__ if isinstance(field.annotation, type) else str(field.annotation),
     )
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    bounds = [f"{sign} {getattr(part, name):g}" for part in field.metadata for name, sign in signs.items() if hasattr(part, name)]
+    bounds = [
+        f"{sign} {getattr(part, name):g}"
+        for part in field.metadata
+        for name, sign in signs.items()
+        if hasattr(part, name)
+    ]
     return f"`{' '.join((kind, ', '.join(bounds))).strip()}`".replace("|", "\\|").replace("'", '"')
 
 

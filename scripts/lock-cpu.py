@@ -1,10 +1,11 @@
-"""Renew the hashes in requirements/*.txt: edit, add or delete a `name==version` line there, then run this with Python 3.11.
+"""Renew the hashes in requirements/*.txt: edit, add or delete a `name==version` line there, then run this with Python
+3.11.
 
     .venv/bin/python scripts/lock-cpu.py
 
-pip resolves each pin to the one wheel that it would install on this machine and reports its SHA-256. No dependency is added:
-`pip check` names what a new version asks for (docs/dependencies.md lists what is left out on purpose). Only names, versions and
-hashes are written, never where a wheel came from.
+pip resolves each pin to the one wheel that it would install on this machine and reports its SHA-256. No dependency is
+added: `pip check` names what a new version asks for (docs/dependencies.md lists what is left out on purpose). Only
+names, versions and hashes are written, never where a wheel came from.
 """
 
 from __future__ import annotations

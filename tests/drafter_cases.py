@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import Qwen3Config
 
-from paceline.draft.kinds import guess, new_drafter
-from paceline.draft.lesson import Document, make_pack
+from paceline.drafters.kinds import guess, new_drafter
+from paceline.drafters.packing import Document, make_pack
 
 VOCABULARY, HIDDEN, TAPS = 24, 32, (1, 3, 4)
 KINDS = ("eagle3", "dflash")

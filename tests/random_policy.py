@@ -34,14 +34,31 @@ def make_policy(path: Path, *, hidden_size: int = 64, seed: int = 0) -> Path:
     return path
 
 
+def save_tokenizer(path: Path) -> Path:
+    """Write a tokenizer of one token a character beside the policy in `path`."""
+    import string
+
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = dict.fromkeys(string.ascii_lowercase + string.digits + " ()+-=#\n")
+    vocabulary = {token: i for i, token in enumerate(("<unk>", "<end>", *characters))}
+    assert len(vocabulary) <= VOCABULARY and vocabulary["<end>"] == END_TOKEN
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")  # pyright: ignore
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>").save_pretrained(path)
+    return path
+
+
 def make_drafter(policy_path: Path, out: Path) -> Path:
     """Write an untrained EAGLE-3 drafter, whose embedding and output head are still the policy's."""
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    from paceline.draft.checkpoint import save
-    from paceline.draft.kinds import new_drafter
-    from paceline.run.warmstart import default_taps
+    from paceline.drafters.checkpoint import save
+    from paceline.drafters.kinds import new_drafter
+    from paceline.sessions.draft import default_taps
 
     config = AutoConfig.from_pretrained(policy_path)
     embedding_VD = load_file(policy_path / "model.safetensors")["model.embed_tokens.weight"]

@@ -1,7 +1,7 @@
 """A fake engine that steps a long-tailed batch as vLLM does: the draft chosen in one step is verified in the next.
 
-The selector is shown noisy seconds (lognormal, some steps three times too slow, the machine's speed drifting); arms are compared by
-the true seconds, so that a comparison is about choices and not about luck.
+The selector is shown noisy seconds (lognormal, some steps three times too slow, the machine's speed drifting); arms
+are compared by the true seconds, so that a comparison is about choices and not about luck.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.strategy.cost import Step
-from paceline.strategy.select import Selector
+from paceline.selector.cost import Step
+from paceline.selector.select import Selector
 
 Seconds = Callable[[int, int, int, int, int], float]  # requests, tokens to verify, verified, drafted, context
 
 
 def cpu(num_requests: int, num_tokens: int, verified: int, drafted: int, context: int) -> float:
-    """A 350 M policy on two cores: 50 ms at batch 1, 270 ms at batch 64; EAGLE makes one pass also at draft length 0."""
-    return 1e-3 * (46 + 2.2 * num_requests + 1.1 * num_tokens + max(drafted, 1) * (3 + 0.15 * num_requests) + 4e-4 * context)
+    """A 350 M policy on two cores: 50 ms at batch 1, 270 ms at batch 64; EAGLE makes one pass also at draft length
+    0."""
+    return 1e-3 * (
+        46 + 2.2 * num_requests + 1.1 * num_tokens + max(drafted, 1) * (3 + 0.15 * num_requests) + 4e-4 * context
+    )
 
 
 def gpu(num_requests: int, num_tokens: int, verified: int, drafted: int, context: int) -> float:
@@ -28,7 +31,8 @@ def gpu(num_requests: int, num_tokens: int, verified: int, drafted: int, context
 
 
 def tiled(num_requests: int, num_tokens: int, verified: int, drafted: int, context: int) -> float:
-    """Tokens are padded to tiles of 32, and the drafter makes one pass for any length: not the form that the cost model has."""
+    """Tokens are padded to tiles of 32, and the drafter makes one pass for any length: not the form that the cost
+    model has."""
     return 1e-3 * (20 + 12 * -(-num_tokens // 32) + (4 + 0.05 * num_requests if drafted else 0.0))
 
 
@@ -145,7 +149,11 @@ class SteppingEngine:
         return np.array(chosen)
 
     def rate(self, num_requests: int, k: int, context: int) -> float:
-        return num_requests * self.accepted_length(k) / self.true_seconds(num_requests, num_requests * (1 + k), k, k, context)
+        return (
+            num_requests
+            * self.accepted_length(k)
+            / self.true_seconds(num_requests, num_requests * (1 + k), k, k, context)
+        )
 
     def accepted_length(self, k: int) -> float:
         return self.lengths[k]

@@ -1,6 +1,7 @@
-"""A reward of one's own: half for the right answer, half for a habit of style (say "makes" in every line of the working).
+"""A reward of one's own: half for the right answer, half for a habit of style ("makes" in every line).
 
-Paceline calls `reward(prompt, completion)` for every rollout. A function with a third parameter also gets the row of the dataset:
+Paceline calls `reward(prompt, completion)` for every rollout. A function with a third parameter also gets the row of
+the dataset:
 
     def reward(prompt: str, completion: str, row: dict) -> float:
         return float(completion.rpartition("####")[2].strip() == str(row["answer"]))

@@ -6,8 +6,9 @@ On a terminal two lines at the bottom tell what happens now, and every finished 
     ⠙ step 4/40  generation 5.2 s  ━━━━━━━━╺━━━  96/128 rollouts  9,214 tokens  1,772 tokens/s
       reward 0.531  length 84 mean, 622 max  2,310 tokens/s  held-out 0.512 → 0.561  7 min left
 
-Without a terminal (a log, a CI job) the lines of steps, evaluations and events are all there is. Records may come from an asyncio
-loop while rich's own thread draws: the state is one frozen record, replaced as a whole, so a half-changed one is never drawn.
+Without a terminal (a log, a CI job) the lines of steps, evaluations and events are all there is. Records may come from
+an asyncio loop while rich's own thread draws: the state is one frozen record, replaced as a whole, so a half-changed
+one is never drawn.
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
+
+_TROUBLES = {
+    "selector/failures": "selector failures",
+    "history/failures": "history drafter failures",
+    "draft/hand_over_failures": "hand-over failures",
+    "metrics/sink_errors": "sink errors",
+    "engine/preemptions": "preemptions",
+    "engine/metrics_failed": "engines without metrics",
+}
+"""Metrics that stand at the end of a step's line when they are above 0; `report/failures.py` has them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +70,8 @@ class ConsoleSink:
         self._spinner = Spinner("dots")
         self._live: Live | None = None
         if self._console.is_terminal:
-            # The drawing thread asks for the lines four times a second, so the seconds tick while the loop is busy elsewhere.
+            # The drawing thread asks for the lines four times a second, so the seconds tick while the loop is busy
+            # elsewhere.
             self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
             self._live.start()
             atexit.register(self.close)  # an exception that nobody caught must not leave the cursor hidden
@@ -68,7 +80,8 @@ class ConsoleSink:
         with self._lock:
             self._state, line = _after(self._state, kind, record, self._clock())
         if line is not None:
-            # Text, never markup: a reward function's or a model's name may hold brackets. One line whatever the width of a log.
+            # Text, never markup: a reward function's or a model's name may hold brackets. One line whatever the width
+            # of a log.
             self._console.print(line, soft_wrap=True)
 
     def close(self) -> None:
@@ -108,7 +121,9 @@ def _after(state: _State, kind: str, record: Mapping[str, Any], now: float) -> t
         case "progress":
             state = replace(state, rollouts=(record["done"], record["total"]), num_tokens=record["num_tokens"])
         case "step":
-            state = replace(state, num_steps_done=state.num_steps_done + 1, last_step_at=now, last=_outcome(record["metrics"]))
+            state = replace(
+                state, num_steps_done=state.num_steps_done + 1, last_step_at=now, last=_outcome(record["metrics"])
+            )
             line = _step_line(replace(state, step=record["step"]), record["metrics"])
         case "eval":
             accuracy = record["metrics"]["eval/accuracy"]
@@ -137,6 +152,8 @@ def _outcome(metrics: Mapping[str, float]) -> str:
         parts.append(f"{metrics['rollout/tokens_per_s']:,.0f} tokens/s")
     if "rollout/accepted_length" in metrics:
         parts.append(f"accepted length {metrics['rollout/accepted_length']:.2f}")
+    if "selector/draft_length_mean" in metrics:
+        parts.append(f"draft length {metrics['selector/draft_length_mean']:.2f}")
     return "  ".join(parts)
 
 
@@ -149,7 +166,9 @@ def _step_line(state: _State, metrics: Mapping[str, float]) -> Text:
         parts.append(f"{metrics['time/step']:.1f} s, {share:.0%} generation".replace("%", " %"))
     if "mismatch/k3" in metrics:
         parts.append(f"k3 {metrics['mismatch/k3']:.1e}")
-    return Text("  ".join(filter(None, parts)))
+    line = Text("  ".join(filter(None, parts)))
+    troubles = ", ".join(f"{metrics[key]:,.0f} {what}" for key, what in _TROUBLES.items() if metrics.get(key, 0) > 0)
+    return line.append(f"  {troubles}", style="yellow") if troubles else line
 
 
 def _held_out(state: _State) -> str:

@@ -1,8 +1,9 @@
 """Metric values that know how to reduce, and the sinks that they go to.
 
-A worker sends counts (`Mean(total, count)`), the reader makes the rate: a mean of means cannot happen. Keys are paths such as
-`rollout/accepted_length`. `metrics.jsonl` is always written, one JSON object a line, and everything else (console, report, W&B)
-is made from the same records. A sink that fails costs nothing but a count in `metrics/sink_errors`.
+A worker sends counts (`Mean(total, count)`), the reader makes the rate: a mean of means cannot happen. Keys are paths
+such as `rollout/accepted_length`. `metrics.jsonl` is always written, one JSON object a line, and everything else
+(console, report, W&B) is made from the same records. A sink that fails costs nothing but a count in
+`metrics/sink_errors`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
+
+from paceline.files import read_jsonl
 
 
 class Metric(Protocol):
@@ -72,7 +75,9 @@ class Metrics:
     def add(self, key: str, metric: Metric) -> None:
         known = self._values.get(key)
         # A Sum that swallows a Mean would be a wrong number with nothing to show it.
-        assert known is None or type(known) is type(metric), f"{key}: {type(known).__name__} merged with {type(metric).__name__}"
+        assert known is None or type(known) is type(metric), (
+            f"{key}: {type(known).__name__} merged with {type(metric).__name__}"
+        )
         self._values[key] = metric if known is None else known.merge(metric)
 
     def reduce(self) -> dict[str, float]:
@@ -80,8 +85,8 @@ class Metrics:
 
 
 class Sink(Protocol):
-    """Takes records as they come. `kind` says what one is: "run", "stage", "step", "rollouts", "mismatch", "places", "eval",
-    "event", "progress"."""
+    """Takes records as they come. `kind` says what one is: "run", "stage", "step", "rollouts", "draft_length",
+    "mismatch", "places", "eval", "event", "progress"."""
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None: ...
 
@@ -162,15 +167,12 @@ class Recorder:
 def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Records of a metrics.jsonl by kind. A last line cut off by a crash is left out."""
     records: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                break
-            try:
-                record = json.loads(line)
-                records[record.pop("kind")].append(record)
-            except (ValueError, LookupError, AttributeError, TypeError):  # not JSON, no kind, not an object
-                raise ValueError(
-                    f"{path}, line {number}: got {line[:60]!r}; must be one record of a run; delete the line to read the others"
-                ) from None
+    for number, record in read_jsonl(path, strict=True):
+        try:
+            records[record.pop("kind")].append(record)
+        except (LookupError, AttributeError, TypeError):  # no kind, not an object
+            raise ValueError(
+                f"{path}, line {number}: got {str(record)[:60]!r}; must be one record of a run; delete the line to "
+                "read the others"
+            ) from None
     return dict(records)

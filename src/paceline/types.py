@@ -1,7 +1,8 @@
-"""Records that cross a boundary, and the protocols of the three parts that a loop conducts.
+"""Records that cross a boundary, and the protocols of engine, learner and weight sender.
 
-Rollouts carry everything that a later stage needs, so nothing downstream asks the engine again. Every record is frozen; arrays
-inside them are numpy (they cross process boundaries without a copy through Ray's object store) and are never written to.
+Rollouts carry everything that a later stage needs, so nothing downstream asks the engine again. Every record is
+frozen; arrays inside them are numpy (they cross process boundaries without a copy through Ray's object store) and are
+never written to.
 """
 
 from __future__ import annotations
@@ -119,13 +120,13 @@ class Sample:
     advantage: float
     policy_version: int
     engine: str = ""
-    """Which one drew it: a mismatch of one engine alone has another cause than one of all."""
+    """Engine that drew the rollout: a mismatch of one engine has another cause than one of all."""
     rollout_key: tuple[int, int] | None = None
     """Group and index of the rollout."""
     old_logp: Floats | None = None
-    """The learner's log-probabilities before the update. None: the loss takes its ratio against `logp` (policy/correction.py)."""
+    """The learner's log-probabilities before the update. None: the loss uses `logp`, see correction.py."""
     weight: Floats | None = None
-    """Of each response token in the loss; None is 1."""
+    """Weight of each response token in the loss; None is 1."""
 
     @classmethod
     def of(cls, rollout: Rollout, advantage: float) -> Sample:
@@ -162,7 +163,7 @@ class Receipt:
     scales_version: int | None = None
     """Version of the policy that the KV scales of this push were calibrated for; None without any."""
     mismatched: tuple[str, ...] = ()
-    """Tensors whose fingerprint at the far end differs from the sender's."""
+    """Tensors whose fingerprint at the receiver differs from the sender's."""
     error: str | None = None
     """Why the push was refused or the engine lost; None when it holds `version` now."""
     lost: bool = False
@@ -171,6 +172,23 @@ class Receipt:
     @property
     def ok(self) -> bool:
         return self.error is None and not self.mismatched
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBin:
+    """What an engine drafted in a short span of time; counts, from which a reader makes means."""
+
+    begin_s: float
+    """Seconds on the machine-wide monotonic clock."""
+    width_s: float
+    num_steps: float
+    draft_length: float
+    """Draft lengths that were chosen, summed over steps."""
+    num_verifications: float
+    """Drafts that the policy verified, summed over steps and requests."""
+    num_accepted: float
+    num_requests: float
+    """Requests in the batch, summed over steps."""
 
 
 class Engine(Protocol):
@@ -199,7 +217,13 @@ class Engine(Protocol):
 
     async def wake(self) -> None: ...
 
-    async def metrics(self) -> Mapping[str, float]: ...
+    async def metrics(self) -> Mapping[str, float]:
+        """Totals since the start, by metric key."""
+        ...
+
+    async def take_timeline(self) -> Sequence[DraftBin]:
+        """What was drafted over time since the last call; nothing without speculation."""
+        ...
 
     async def close(self) -> None:
         """End the engine and every process that it started."""
@@ -214,8 +238,8 @@ class Learner(Protocol):
         ...
 
     async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        """The same for a few samples, which are padded otherwise in smaller company; nothing is handed over to drafter training.
-        What it differs by is the learner's own noise."""
+        """The same for a few samples, without handing anything over to drafter training. They are padded differently
+        in a smaller batch; by how much the result differs is the learner's own noise."""
         ...
 
     async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
@@ -223,19 +247,31 @@ class Learner(Protocol):
         ...
 
     async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
-        """Find KV scales for the current policy, `version`, from some of the samples; they are sent with its weights."""
+        """Find KV scales for the current policy, `version`, from some samples; they are sent with its weights."""
         ...
 
     async def save(self, path: str) -> None:
         """Write the policy as a Hugging Face checkpoint directory."""
         ...
 
+    async def counters(self) -> Mapping[str, float]:
+        """Failures that cost nothing but what they are about, summed since the start, by metric key."""
+        ...
+
     async def close(self) -> None: ...
 
 
 class Sender(Protocol):
-    """The sending end of the weight wire, which lives in the learner's process."""
+    """The sender of the weight wire, which lives in the learner's process."""
 
     async def send(self, version: int) -> Sequence[Receipt]:
         """Push the learner's policy to every engine as `version`; one receipt per engine."""
         ...
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that Paceline uses."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...

@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paceline.cluster import placement
+from paceline.cluster.placement import start_cluster
 from paceline.config import load_config
 from paceline.metrics import JsonlSink, Recorder, read_metrics
-from paceline.run.cluster import start_cluster
-from paceline.run.loop import Parts, train
+from paceline.orchestrator.loop import Parts, train
 from paceline.types import Prompt
 from random_policy import make_policy
 
@@ -50,13 +51,18 @@ def wait_until(condition, seconds: float) -> bool:
     return condition()
 
 
-def test_killed_engine_costs_no_group_and_no_process(tmp_path):
-    """SIGKILL of one of two engines in mid-rollout: every group still arrives once, on a policy that both ends agree on.
+@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
+def test_killed_engine_costs_no_group_and_no_process(tmp_path, monkeypatch, transport):
+    """SIGKILL of one of two engines in mid-rollout: every group still arrives once, on a policy that learner and engine
+    agree on.
+
+    On the CPU the distributed transport runs over gloo; the process group is made anew without the engine that is gone.
 
     The engines speculate, so that a fault which only drafts bring out has the whole loop to show in.
     """
     import numpy as np
 
+    monkeypatch.setattr(placement, "weight_transport", lambda: transport)
     model = make_policy(tmp_path / "model")
     config = load_config(None, [*SMALL, "speculation.drafter.kind=history", "speculation.max_draft_length=3"])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
@@ -86,7 +92,7 @@ def test_killed_engine_costs_no_group_and_no_process(tmp_path):
 
             victim.collect = collect_then_die
             parts = Parts(
-                engines=cluster.engines,
+                members=cluster.members,
                 learner=cluster.learner,
                 sender=cluster.sender,
                 prompts=iter(prompts),
@@ -111,12 +117,18 @@ def test_killed_engine_costs_no_group_and_no_process(tmp_path):
 
 
 def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path):
-    """Limits that any mismatch exceeds: both engines are started again after the first batch, take the push and sample the next,
-    and no process of the first two is left."""
+    """Limits that any mismatch exceeds: both engines are started again after the first batch, take the push and sample
+    the next, and no process of the first two is left."""
     import numpy as np
 
     model = make_policy(tmp_path / "model")
-    limits = ["guard.correct=1e-12", "guard.mask=2e-12", "guard.raise_precision=3e-12", "guard.skip=4e-12", "guard.max_pushes=9"]
+    limits = [
+        "guard.correct=1e-12",
+        "guard.mask=2e-12",
+        "guard.raise_precision=3e-12",
+        "guard.skip=4e-12",
+        "guard.max_pushes=9",
+    ]
     config = load_config(None, [*SMALL, "run.steps=2", "guard.mode=act", *limits])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
     before: list[psutil.Process] = []
@@ -128,16 +140,20 @@ def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path):
         async with start_cluster(config, model) as cluster:
 
             async def start_again(raised: bool) -> None:
-                children = [child for engine in cluster.engines for child in psutil.Process(engine.pid).children(recursive=True)]
+                children = [
+                    child for engine in cluster.engines for child in psutil.Process(engine.pid).children(recursive=True)
+                ]
                 # Python's own tracker belongs to the actor, which lives on.
                 before.extend(child for child in children if "resource_tracker" not in " ".join(child.cmdline()))
                 await cluster.raise_precision(config.rollout.engine, raised)
 
             parts = Parts(
-                engines=cluster.engines,
+                members=cluster.members,
                 learner=cluster.learner,
                 sender=cluster.sender,
-                prompts=(Prompt(id=f"p{i}", text="", token_ids=np.arange(2, 14, dtype=np.int32), row={}) for i in range(64)),
+                prompts=(
+                    Prompt(id=f"p{i}", text="", token_ids=np.arange(2, 14, dtype=np.int32), row={}) for i in range(64)
+                ),
                 heldout=[],
                 score=score,
                 raise_precision=start_again,
@@ -159,9 +175,16 @@ def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path):
 def test_nothing_outlives_the_driver(tmp_path, blow):
     """Orphaned engines hold memory until somebody notices; 10 s after the driver's end none may be left."""
     command = [sys.executable, "-m", "paceline.cli", "train", "configs/arena.toml", "policy.model=arena:tiny", *SMALL]
-    command += ["run.steps=100", "rollout.max_tokens=600", "rollout.engine.max_model_len=768", f'run.directory="{tmp_path}"']
+    command += [
+        "run.steps=100",
+        "rollout.max_tokens=600",
+        "rollout.engine.max_model_len=768",
+        f'run.directory="{tmp_path}"',
+    ]
     log = (tmp_path / "log").open("w")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has tests, and what they start, ignore it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a background shell has tests, and what they start, ignore it
     driver = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
     metrics = tmp_path / "arena" / "metrics.jsonl"
 
@@ -172,7 +195,8 @@ def test_nothing_outlives_the_driver(tmp_path, blow):
     assert wait_until(generating, 420)  # the first of these tests may have to build the policy
     assert driver.poll() is None, (tmp_path / "log").read_text()[-3000:]
     family = psutil.Process(driver.pid).children(recursive=True)
-    # vLLM spawns its engines. It gives them a title too, but whether that can be set hangs on how their environment lies in memory.
+    # vLLM spawns its engines. It gives them a title too, but whether that can be set hangs on how their environment
+    # lies in memory.
     commands = [" ".join(process.cmdline()) for process in family]
     assert any("EngineCore" in command or "spawn_main" in command for command in commands), commands
     driver.send_signal(blow)

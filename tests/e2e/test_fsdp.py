@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paceline.config import CalibrationConfig, LearnerConfig, ObjectiveConfig
-from paceline.policy.learner import FsdpLearner
+from paceline.learner.fsdp import FsdpLearner
 from paceline.types import Sample
 
 VOCABULARY = 41  # odd, so that the ranks' shards of the embedding differ in size
@@ -38,11 +38,20 @@ def make_samples(num: int) -> list[Sample]:
 
 def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> None:
     """One rank's life; rank by rank the record goes to `out`."""
-    config = LearnerConfig(world_size=world_size, microbatch_tokens=90, minibatches=2, learning_rate=1e-3, deadline_s=120)
+    config = LearnerConfig(
+        world_size=world_size, microbatch_tokens=90, minibatches=2, learning_rate=1e-3, deadline_s=120
+    )
     config = config.model_copy(update={"calibration": CalibrationConfig(share=1.0)})
     objective = ObjectiveConfig(loss=loss, clip_high=0.28)  # pyright: ignore[reportArgumentType]
     learner = FsdpLearner(
-        model, config, objective, temperature=0.9, seed=5, rank=rank, init_method=f"file://{out / 'meeting'}", num_threads=1
+        model,
+        config,
+        objective,
+        temperature=0.9,
+        seed=5,
+        rank=rank,
+        init_method=f"file://{out / 'meeting'}",
+        num_threads=1,
     )
     samples = make_samples(7)
     scored = learner.logp(samples, taps=(1, 2))
@@ -56,7 +65,9 @@ def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> N
     weights = dict(learner.weights(torch.float32))
     rescored = learner.logp(samples)
     learner.save(out / "saved")
-    save_file({f"gradient.{name}": tensor for name, tensor in gradients.items()} | weights, out / f"rank{rank}.safetensors")
+    save_file(
+        {f"gradient.{name}": tensor for name, tensor in gradients.items()} | weights, out / f"rank{rank}.safetensors"
+    )
     record = {
         "logp": [x.tolist() for x in scored.logp],
         "entropy": [x.tolist() for x in scored.entropy],
@@ -86,8 +97,8 @@ def run_group(model: Path, out: Path, world_size: int, loss: str) -> list[dict[s
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
 def test_two_ranks_do_what_one_does(tmp_path: Path, loss: str) -> None:
-    """Guards against gradients halved by FSDP2's averaging, normalisers counted per rank, samples scored twice or not at all,
-    KV scales of one rank's tokens only, and ranks that drift apart."""
+    """Guards against gradients halved by FSDP2's averaging, normalisers counted per rank, samples scored twice or not
+    at all, KV scales of one rank's tokens only, and ranks that drift apart."""
     torch.manual_seed(1)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -122,7 +133,9 @@ def test_two_ranks_do_what_one_does(tmp_path: Path, loss: str) -> None:
         assert torch.equal(ranks[0][name], ranks[1][name]), name
         torch.testing.assert_close(ranks[0][name], tensor, atol=1e-5, rtol=0)
         if not name.startswith("gradient."):
-            assert (tensor - initial[name]).abs().max() > 1e-4, f"{name} was not trained, so the comparison says nothing"
+            assert (tensor - initial[name]).abs().max() > 1e-4, (
+                f"{name} was not trained, so the comparison says nothing"
+            )
     saved = load_file(tmp_path / "two" / "saved" / "model.safetensors")
     for name, tensor in saved.items():
         assert torch.equal(tensor, ranks[0][name]), name

@@ -1,4 +1,5 @@
-"""Real vLLM on a policy small enough to start in seconds. One engine per test module: each module has its own fixture."""
+"""Real vLLM on a policy small enough to start in seconds. One engine per test module: each module has its own
+fixture."""
 
 from __future__ import annotations
 

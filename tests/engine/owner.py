@@ -1,4 +1,5 @@
-"""Owner of an engine, to be killed by test_engine.py: closes one engine cleanly, then starts another and says who belongs to it."""
+"""Owner of an engine, to be killed by test_engine.py: closes one engine cleanly, then starts another and says who
+belongs to it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def children() -> list[int]:
 
 async def main(model_path: Path, cpu: int) -> None:
     config = EngineConfig(dtype="bfloat16", max_model_len=64, max_num_seqs=4, kv_cache_gb=0.05)
-    request = RolloutRequest(group_id=0, index=0, prompt_ids=np.array([5, 6, 7], np.int32), max_tokens=4, temperature=1.0)
+    request = RolloutRequest(
+        group_id=0, index=0, prompt_ids=np.array([5, 6, 7], np.int32), max_tokens=4, temperature=1.0
+    )
     engine = await VllmEngine.start("closed", model_path, config, seed=0, cpus=[cpu])
     await engine.submit([request])
     num_tokens = sum(len(rollout.token_ids) for rollout in await engine.collect())

@@ -1,4 +1,5 @@
-"""Somebody who does not have Paceline: stock vLLM with a drafter, greedy. Says what was written and what was accepted."""
+"""Somebody who does not have Paceline: stock vLLM with a drafter, greedy. Says what was written and what was
+accepted."""
 
 import json
 import sys

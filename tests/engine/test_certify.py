@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from contexts import make_context
+from paceline.certify.certificate import write_certificate
+from paceline.certify.engines import certify
+from paceline.certify.lossless import DEVIATIONS, Sampler, SamplerCell, SamplerFault, examine, plant
+from paceline.certify.subject import QUICK as EFFORT
 from paceline.config import Config
-from paceline.evidence.certificate import write_certificate
-from paceline.evidence.certify import Effort, certify
-from paceline.evidence.lossless import DEVIATIONS, Cell, Sampler, SamplerFault, examine, plant
-from paceline.rollout import compat, sampler
+from paceline.rollout.internals import rejection_sampler as sampler
+from paceline.rollout.internals import sampler_fix
 from paceline.types import Prompt
-
-EFFORT = Effort(sampler_rows=1000, num_prompts=3, samples_per_prompt=64, tokens=16, long_rollouts=12, long_tokens=64)
 
 
 @pytest.fixture
@@ -30,12 +31,12 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def mended(stock: None) -> Iterator[None]:
-    compat.mend_sampler()
+    sampler_fix.mend_sampler()
     yield
 
 
 def worst(sample: Sampler, num_rows: int) -> float:
-    cells: list[Cell] = list(examine(sample, sampler.draft, num_rows=num_rows, lengths=(3,), seed=2))
+    cells: list[SamplerCell] = list(examine(sample, sampler.draft, num_rows=num_rows, lengths=(3,), seed=2))
     return max(cell.excess for cell in cells)
 
 
@@ -45,7 +46,7 @@ def test_mended_sampler_draws_from_the_policy(mended: None) -> None:
 
 def test_stock_sampler_of_the_cpu_is_found_wrong(stock: None) -> None:
     """vLLM issue 55005. Where the fault is gone, so is this test."""
-    if compat.sampler_is_sound():
+    if sampler_fix.sampler_is_sound():
         pytest.skip("this vLLM's sampler is sound, or another test has mended it")
     assert worst(sampler.rejection_sample, 2000) > DEVIATIONS
 
@@ -58,7 +59,10 @@ def test_fault_planted_in_the_real_sampler_is_found(mended: None, fault: Sampler
 def prompts() -> list[Prompt]:
     """Loops of a few tokens, which an n-gram drafter goes on with."""
     loops = ([7, 8, 9, 10], [20, 21, 22], [40, 41, 42, 43, 44])
-    return [Prompt(id=f"loop/{which}", text="", token_ids=np.array(loop * 6, np.int32), row={}) for which, loop in enumerate(loops)]
+    return [
+        Prompt(id=f"loop/{which}", text="", token_ids=np.array(loop * 6, np.int32), row={})
+        for which, loop in enumerate(loops)
+    ]
 
 
 def config() -> Config:
@@ -72,7 +76,7 @@ def config() -> Config:
 
 
 def test_engine_with_the_shim_passes_every_test(policy_path: Path, tmp_path: Path, mended: None) -> None:
-    result = certify(policy_path, prompts(), config(), progress=print, effort=EFFORT)
+    result = certify(policy_path, prompts(), config(), context=make_context(), effort=EFFORT)
     assert result.details["failed"] == []
     assert result.details["logp_by_class"]["accepted"]["count"] > 0
     assert result.figures["drafted_tokens"] > 100
@@ -86,16 +90,22 @@ def test_engine_with_the_shim_passes_every_test(policy_path: Path, tmp_path: Pat
 
 def test_stock_engine_is_found_wrong(policy_path: Path, stock: None) -> None:
     """The proof that the end-to-end test bites: nothing but the shim is missing."""
-    if compat.sampler_is_sound():
+    if sampler_fix.sampler_is_sound():
         pytest.skip("this vLLM's sampler is sound, or another test has mended it")
     result = certify(
-        policy_path, prompts(), config(), progress=print, effort=replace(EFFORT, samples_per_prompt=256), without_shim=True
+        policy_path,
+        prompts(),
+        config(),
+        context=make_context(),
+        effort=replace(EFFORT, samples_per_prompt=256),
+        without_shim=True,
     )
-    # How wrong its draws are depends on what lies in memory; a sample this large tells them from the policy's in any case.
+    # How wrong its draws are depends on what lies in memory; a sample this large tells them from the policy's in any
+    # case.
     assert {"sampler_worst_excess", "two_sample_p"} <= set(result.details["failed"])
     assert result.details["verdict"] == "NOT LOSSLESS"
 
 
 def test_shifted_log_probabilities_are_found(policy_path: Path, mended: None) -> None:
-    result = certify(policy_path, prompts(), config(), progress=print, effort=EFFORT, fault="logp-shift")
+    result = certify(policy_path, prompts(), config(), context=make_context(), effort=EFFORT, fault="logp-shift")
     assert {"logp_max_abs_accepted", "logp_max_abs_recovered"} <= set(result.details["failed"])

@@ -11,15 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from contexts import make_context
 from paceline.config import EngineConfig, FixedSelector, SpeculationConfig
-from paceline.draft.checkpoint import load, random_drafter, with_own_ends
-from paceline.draft.exchange import drafter_weights
-from paceline.draft.kinds import guess
-from paceline.draft.lesson import Document, make_pack
+from paceline.drafters.checkpoint import load, with_own_embeddings
+from paceline.drafters.kinds import guess
+from paceline.drafters.packing import Document, make_pack
+from paceline.drafters.rounds import drafter_weights
+from paceline.lab.random_drafter import random_drafter
 from paceline.rollout.engine import VllmEngine
-from paceline.rollout.transfer import ShmSender
-from paceline.run.warmstart import WarmStart, default_taps, train_drafter
+from paceline.sessions.draft import WarmStart, default_taps, train_drafter
 from paceline.types import Prompt, RolloutRequest, Tokens
+from paceline.weights.shared_memory import ShmSender
 from random_policy import END_TOKEN, VOCABULARY, make_drafter
 
 DRAFT_LENGTH = 4
@@ -43,12 +45,16 @@ def kind(request: pytest.FixtureRequest) -> str:
 def drafter_path(kind: str, policy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("drafter") / "drafter"
     recipe = WarmStart(train_tokens=30_000, rollout_tokens=6_000, heldout_tokens=1_000, max_tokens=60, max_num_seqs=64)
-    train_drafter(kind, policy_path, iter(make_prompts(4_000, seed=0)), out, recipe, progress=print)
+    train_drafter(kind, policy_path, iter(make_prompts(4_000, seed=0)), out, recipe, context=make_context())
     return out
 
 
 async def generate(
-    policy_path: Path, config: EngineConfig, prompts: Sequence[Tokens], max_tokens: int, speculation: SpeculationConfig | None
+    policy_path: Path,
+    config: EngineConfig,
+    prompts: Sequence[Tokens],
+    max_tokens: int,
+    speculation: SpeculationConfig | None,
 ) -> tuple[list[Tokens], dict[str, float]]:
     engine = await VllmEngine.start("test", policy_path, config, seed=0, speculation=speculation)
     try:
@@ -59,7 +65,8 @@ async def generate(
 
 async def greedy(engine: VllmEngine, prompts: Sequence[Tokens], max_tokens: int) -> list[Tokens]:
     requests = [
-        RolloutRequest(group_id=i, index=0, prompt_ids=ids, max_tokens=max_tokens, temperature=0.0) for i, ids in enumerate(prompts)
+        RolloutRequest(group_id=i, index=0, prompt_ids=ids, max_tokens=max_tokens, temperature=0.0)
+        for i, ids in enumerate(prompts)
     ]
     await engine.submit(requests)
     rollouts = []
@@ -75,7 +82,9 @@ def drafted(drafter_path: Path, policy_path: Path, token_ids: Tokens, num_prompt
     outputs: dict[int, torch.Tensor] = {}
     for tap in taps:
         module = model.model.layers[tap - 1] if tap else model.model.embed_tokens
-        module.register_forward_hook(lambda _module, _inputs, output, tap=tap: outputs.update({tap: output[0].detach()}))
+        module.register_forward_hook(
+            lambda _module, _inputs, output, tap=tap: outputs.update({tap: output[0].detach()})
+        )
     with torch.no_grad():
         last = model.model(input_ids=torch.from_numpy(token_ids).long()[None], use_cache=False).last_hidden_state[0]
     document = Document(
@@ -106,8 +115,8 @@ def replay(guesses: list[list[int]], response: Sequence[int]) -> tuple[int, int]
 def test_the_engine_drafts_what_training_unrolled_and_writes_what_it_writes_without(
     kind: str, policy_path: Path, drafter_path: Path, engine_config: EngineConfig, runner: asyncio.Runner
 ) -> None:
-    """Positions, hidden states or tokens that differ by one from vLLM's would train a drafter for an engine that does not exist:
-    the count of accepted drafts would differ, while the output stays right."""
+    """Positions, hidden states or tokens that differ by one from vLLM's would train a drafter for an engine that does
+    not exist: the count of accepted drafts would differ, while the output stays right."""
     prompts = make_prompts(24, seed=1)
     plain, _ = runner.run(generate(policy_path, engine_config, [prompt.token_ids for prompt in prompts], BEYOND, None))
     endless = [(p.token_ids, ids) for p, ids in zip(prompts, plain, strict=True) if END_TOKEN not in ids]
@@ -120,7 +129,9 @@ def test_the_engine_drafts_what_training_unrolled_and_writes_what_it_writes_with
             "selector": FixedSelector(draft_length=DRAFT_LENGTH),
         }
     )
-    written, metrics = runner.run(generate(policy_path, engine_config, [ids for ids, _ in endless], MAX_TOKENS, speculation))
+    written, metrics = runner.run(
+        generate(policy_path, engine_config, [ids for ids, _ in endless], MAX_TOKENS, speculation)
+    )
     for ids, (_, expected) in zip(written, endless, strict=True):
         assert ids.tolist() == expected[:MAX_TOKENS].tolist()
     verifications = accepted = 0
@@ -128,9 +139,10 @@ def test_the_engine_drafts_what_training_unrolled_and_writes_what_it_writes_with
         guesses = drafted(drafter_path, policy_path, np.concatenate([prompt, response]), len(prompt))
         counts = replay(guesses, response.tolist())
         verifications, accepted = verifications + counts[0], accepted + counts[1]
-    assert accepted > 0.1 * verifications, "a drafter that never hits would hide a difference"
+    # By chance one guess in 96 hits; after training 0.10 to 0.13 do, as sampling went.
+    assert accepted > 0.05 * verifications, "a drafter that never hits would hide a difference"
     assert metrics["engine/drafted_tokens"] == pytest.approx(verifications * DRAFT_LENGTH, rel=0.02)
-    assert metrics["engine/accepted_tokens"] == pytest.approx(accepted, rel=0.05)
+    assert metrics["engine/accepted_tokens"] == pytest.approx(accepted, rel=0.05, abs=3)
 
 
 @pytest.mark.parametrize("weights", ["full", "fp8"])
@@ -143,7 +155,8 @@ def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
     runner: asyncio.Runner,
     tmp_path: Path,
 ) -> None:
-    """Weights that arrive under another name, or into a copy that nobody reads, leave the old drafter at work without a word."""
+    """Weights that arrive under another name, or into a copy that nobody reads, leave the old drafter at work without a
+    word."""
     config = engine_config if weights == "full" else engine_config.model_copy(update={"dtype": "bfloat16"})
     random_drafter(drafter_path, tmp_path / "random", seed=3)
     prompts = [prompt.token_ids for prompt in make_prompts(24, seed=2)]
@@ -184,13 +197,16 @@ def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
 def test_a_pushed_drafter_leaves_the_policy_alone(
     own_ends: bool, policy_path: Path, engine_config: EngineConfig, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
-    """vLLM shares embedding and head that are equal when it loads both: a drafter's new ones would land in the policy."""
+    """vLLM shares embedding and head that are equal when it loads both: a drafter's new ones would land in the
+    policy."""
     checkpoint = make_drafter(policy_path, tmp_path / "equal")
     if own_ends:
-        checkpoint = with_own_ends(checkpoint, tmp_path / "own", model_path=policy_path, dtype=torch.float32)
+        checkpoint = with_own_embeddings(checkpoint, tmp_path / "own", model_path=policy_path, dtype=torch.float32)
     random_drafter(checkpoint, tmp_path / "random", seed=3)
     prompts = [prompt.token_ids for prompt in make_prompts(8, seed=2)]
-    speculation = SpeculationConfig.model_validate({"drafter": {"kind": "eagle3", "path": str(checkpoint)}, "max_draft_length": 3})
+    speculation = SpeculationConfig.model_validate(
+        {"drafter": {"kind": "eagle3", "path": str(checkpoint)}, "max_draft_length": 3}
+    )
 
     async def before_and_after_push() -> tuple[list[Tokens], list[Tokens], bool, str | None]:
         engine = await VllmEngine.start("test", policy_path, engine_config, seed=0, speculation=speculation)
@@ -211,7 +227,7 @@ def test_a_pushed_drafter_leaves_the_policy_alone(
 
 
 async def accepted_share(engine: VllmEngine, prompts: Sequence[Tokens]) -> float:
-    """Of drafted tokens, greedily, in this batch."""
+    """Share of drafted tokens that are accepted in this batch, greedily."""
     start = await engine.metrics()
     await greedy(engine, prompts, MAX_TOKENS)
     end = await engine.metrics()

@@ -1,4 +1,5 @@
-"""VllmEngine over the real vLLM: complete groups, honest log-probabilities, deadlines that hold, no process left behind."""
+"""VllmEngine over the real vLLM: complete groups, honest log-probabilities, deadlines that hold, no process left
+behind."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="module")
-def engine(runner: asyncio.Runner, policy_path: Path, engine_config: EngineConfig, one_cpu: list[int]) -> Iterator[VllmEngine]:
+def engine(
+    runner: asyncio.Runner, policy_path: Path, engine_config: EngineConfig, one_cpu: list[int]
+) -> Iterator[VllmEngine]:
     engine = runner.run(VllmEngine.start("engine-0", policy_path, engine_config, seed=0, cpus=one_cpu))
     yield engine
     runner.run(engine.close())
@@ -88,7 +91,9 @@ def test_groups_come_back_complete(runner: asyncio.Runner, engine: VllmEngine) -
         assert rollout.started_s < rollout.finished_s <= time.monotonic()
 
 
-def test_logp_is_of_the_distribution_that_was_sampled(runner: asyncio.Runner, engine: VllmEngine, policy_path: Path) -> None:
+def test_logp_is_of_the_distribution_that_was_sampled(
+    runner: asyncio.Runner, engine: VllmEngine, policy_path: Path
+) -> None:
     """vLLM's default log-probabilities leave out the temperature: importance ratios against them are biased."""
     rollouts = runner.run(generate(engine, requests(groups=2, size=2)))
     for rollout in rollouts.values():
@@ -108,7 +113,8 @@ def test_seed_fixes_the_rollout(runner: asyncio.Runner, engine: VllmEngine) -> N
 
 
 def test_seeded_prompts_beyond_one_step_do_not_kill_the_engine(runner: asyncio.Runner, engine: VllmEngine) -> None:
-    """vLLM's CPU worker dies when the prefill of a seeded request is cut in two; 12 times 200 tokens do not fit into a step."""
+    """vLLM's CPU worker dies when the prefill of a seeded request is cut in two; 12 times 200 tokens do not fit into a
+    step."""
     wanted = [
         RolloutRequest(
             group_id=i,
@@ -168,7 +174,9 @@ def test_paused_engine_stands_still_and_goes_on(runner: asyncio.Runner, engine: 
     assert set(rollouts) == {request.key for request in wanted}
 
 
-def test_rollout_across_a_sync_knows_both_versions(runner: asyncio.Runner, engine: VllmEngine, policy_path: Path) -> None:
+def test_rollout_across_a_sync_knows_both_versions(
+    runner: asyncio.Runner, engine: VllmEngine, policy_path: Path
+) -> None:
     """New weights drop every cached prefix, also those that requests in flight hold; the requests must survive that."""
     wanted = requests(groups=2, size=8, max_tokens=200)
 
@@ -184,7 +192,9 @@ def test_rollout_across_a_sync_knows_both_versions(runner: asyncio.Runner, engin
     assert (0, 7) in versions
     assert [(rollout.policy_version, rollout.policy_version_end) for rollout in after.values()] == [(7, 7)]
     assert engine.policy_version == 7
-    for rollout in across.values():  # the weights are the same in truth, so a cache computed anew must give the same values
+    for (
+        rollout
+    ) in across.values():  # the weights are the same in truth, so a cache computed anew must give the same values
         np.testing.assert_allclose(rollout.logp, reference_logp(policy_path, rollout, TEMPERATURE), atol=2e-4)
 
 
@@ -249,12 +259,14 @@ def test_dead_engine_core_ends_the_wait(
 def test_no_process_outlives_its_owner(tmp_path: Path, one_cpu: list[int]) -> None:
     """vLLM's processes do not notice that their owner was killed; orphans would hold memory and cores for ever.
 
-    The owner first closes an engine cleanly. Its policy is narrow, in bfloat16, and its first prompt is short: without AMX
-    initialised in vLLM's processes, that engine dies of an illegal instruction.
+    The owner first closes an engine cleanly. Its policy is narrow, in bfloat16, and its first prompt is short: without
+    AMX initialised in vLLM's processes, that engine dies of an illegal instruction.
     """
     policy = make_policy(tmp_path / "narrow", hidden_size=256)
     script = Path(__file__).with_name("owner.py")
-    owner = subprocess.Popen([sys.executable, str(script), str(policy), str(one_cpu[0])], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, str(script), str(policy), str(one_cpu[0])], stdout=subprocess.PIPE, text=True
+    )
     assert owner.stdout is not None
     said = next((json.loads(line) for line in owner.stdout if line.startswith("{")), None)
     orphans = [psutil.Process(pid) for pid in said["orphans"]] if said else []

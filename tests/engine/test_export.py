@@ -1,4 +1,5 @@
-"""An exported drafter where Paceline is not installed: stock vLLM must serve it as the card says, and accept as much."""
+"""An exported drafter where Paceline is not installed: stock vLLM must serve it as the card says, and accept as
+much."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ import torch
 from transformers import AutoConfig, Qwen3ForCausalLM
 
 from paceline.config import EngineConfig, FixedSelector, LearnerConfig, ObjectiveConfig, SpeculationConfig
-from paceline.draft.checkpoint import save
-from paceline.draft.export import CARD_FILE, export_drafter
-from paceline.draft.kinds import new_drafter
-from paceline.draft.trainer import DrafterTrainer, Schedule
-from paceline.policy.learner import FsdpLearner
-from paceline.policy.teacher import Teacher
+from paceline.drafters.checkpoint import save
+from paceline.drafters.export import CARD_FILE, export_drafter
+from paceline.drafters.kinds import new_drafter
+from paceline.drafters.trainer import DrafterTrainer, Schedule
+from paceline.learner.fsdp import FsdpLearner
+from paceline.learner.hidden_states import HiddenStateTap
 from paceline.rollout.engine import VllmEngine
-from paceline.run.warmstart import default_taps
+from paceline.sessions.draft import default_taps
 from paceline.types import Rollout, RolloutRequest, Sample, Tokens
 from random_policy import END_TOKEN, VOCABULARY
 
@@ -47,10 +48,14 @@ def answers(policy_path: Path) -> list[Sample]:
     samples = []
     for prompt in make_prompts():
         ids_1T = torch.from_numpy(prompt).long()[None]
-        ids = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), do_sample=False, max_new_tokens=MAX_TOKENS)[0]
+        ids = model.generate(
+            ids_1T, attention_mask=torch.ones_like(ids_1T), do_sample=False, max_new_tokens=MAX_TOKENS
+        )[0]
         logp = np.zeros(len(ids) - len(prompt), np.float32)
         token_ids = ids.numpy().astype(np.int32)
-        samples.append(Sample(token_ids=token_ids, num_prompt_tokens=len(prompt), logp=logp, advantage=0.0, policy_version=0))
+        samples.append(
+            Sample(token_ids=token_ids, num_prompt_tokens=len(prompt), logp=logp, advantage=0.0, policy_version=0)
+        )
     return samples
 
 
@@ -62,8 +67,8 @@ def exported(policy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     try:
         policy = AutoConfig.from_pretrained(policy_path)
         taps = default_taps(policy.num_hidden_layers)
-        documents = Teacher(learner, taps).all_documents(answers(policy_path))
-        embedding_VD, head_VD = learner.ends()
+        documents = HiddenStateTap(learner, taps).all_documents(answers(policy_path))
+        embedding_VD, head_VD = learner.embedding_and_head()
     finally:
         learner.close()
     drafter = new_drafter(
@@ -73,7 +78,9 @@ def exported(policy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         policy_path=policy_path,
         embedding_VD=embedding_VD,
         head_VD=head_VD,
-        tap_scale_K=np.sqrt(np.mean(np.concatenate([document.taps for document in documents]) ** 2, axis=(0, 2))).tolist(),
+        tap_scale_K=np.sqrt(
+            np.mean(np.concatenate([document.taps for document in documents]) ** 2, axis=(0, 2))
+        ).tolist(),
         seed=0,
         draft_length=DRAFT_LENGTH,
     )
@@ -101,11 +108,15 @@ def foreign_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment() -> dict[str, str]:
     """Ours without what leads to Paceline, and without what our engines have set for vLLM."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_", "VIRTUAL_ENV"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_", "VIRTUAL_ENV"))
+    }
     return kept | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
-async def inside_paceline(policy: Path, drafter: Path, config: EngineConfig, prompts: Sequence[Tokens]) -> list[Rollout]:
+async def inside_paceline(
+    policy: Path, drafter: Path, config: EngineConfig, prompts: Sequence[Tokens]
+) -> list[Rollout]:
     speculation = SpeculationConfig.model_validate(
         {
             "drafter": {"kind": "eagle3", "path": str(drafter)},
@@ -153,7 +164,9 @@ def test_stock_vllm_serves_it_as_the_card_says_and_accepts_as_much(
     """A drafter that needs us for its acceptance would be worth nothing to those who get it."""
     prompts = make_prompts()
     rollouts = runner.run(inside_paceline(policy_path, exported, engine_config, prompts))
-    ours = 1 + sum(rollout.num_accepted for rollout in rollouts) / sum(rollout.num_verifications for rollout in rollouts)
+    ours = 1 + sum(rollout.num_accepted for rollout in rollouts) / sum(
+        rollout.num_verifications for rollout in rollouts
+    )
 
     command = re.search(r"vllm serve POLICY --speculative-config '(.*)'", (exported / CARD_FILE).read_text())
     assert command, "the card does not say how to serve it"

@@ -1,4 +1,5 @@
-"""FP8 in a real vLLM: after every push the engine holds what the reference makes of the weights, bit for bit, and its scales."""
+"""FP8 in a real vLLM: after every push the engine holds what the reference makes of the weights, bit for bit, and its
+scales."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.config import EngineConfig
-from paceline.precision import KvScales
+from paceline.fp8 import KvScales
+from paceline.lab.engines.faults import allow_faults
 from paceline.rollout.engine import VllmEngine
-from paceline.rollout.transfer import Push, ShmSender, mismatched
 from paceline.types import Receipt, RolloutRequest
+from paceline.weights.fingerprint import mismatched
+from paceline.weights.message import Push
+from paceline.weights.shared_memory import ShmSender
 from random_policy import make_policy
 
 LAYERS = 2
@@ -35,7 +39,9 @@ class Wire:
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         stored = load_file(self.path / "model.safetensors")
-        return {name: (x * (1 + 0.3 * torch.randn(x.shape, generator=generator))).bfloat16() for name, x in stored.items()}
+        return {
+            name: (x * (1 + 0.3 * torch.randn(x.shape, generator=generator))).bfloat16() for name, x in stored.items()
+        }
 
     def stage(self, version: int, seed: int, factor: float = 0.01) -> Push:
         return self.sender.stage(version, self.weights(seed).items(), quantised=True, kv_scales=scales(version, factor))
@@ -47,7 +53,7 @@ class Wire:
         return self.run(self.engine.rpc("applied_fingerprints"))[0]["policy"]["fingerprints"]
 
     def logp(self) -> list[float]:
-        """Of one response: changes with weights and scales, and with nothing else."""
+        """Log-probabilities of one response: they change with weights and scales, and with nothing else."""
 
         async def rollout() -> list[float]:
             request = RolloutRequest(
@@ -62,10 +68,11 @@ class Wire:
 
 @pytest.fixture(scope="module")
 def wire(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
-    # k and v have 64 rows each, so that one block of 128 holds both: a reference that did not stack them would be wrong.
+    # k and v have 64 rows each, so that one block of 128 holds both: a reference that did not stack them would be
+    # wrong.
     path = make_policy(tmp_path_factory.mktemp("policy"), hidden_size=256)
     config = EngineConfig(max_model_len=128, max_num_seqs=4, kv_cache_gb=0.05, weights="fp8", kv_cache="fp8")
-    engine = runner.run(VllmEngine.start("engine-0", path, config, seed=0))
+    engine = runner.run(VllmEngine.start("engine-0", path, config, seed=0, adjust=allow_faults))
     sender = ShmSender()
     try:
         yield Wire(engine, sender, runner, path)
@@ -109,7 +116,9 @@ def test_planted_fault_in_the_engine_is_found_where_its_kernel_reads(wire: Wire)
     """Fingerprints of what arrived would not see this: one bit of one layer, changed after loading."""
     push = wire.stage(7, seed=7)
     assert wire.deliver(push).ok
-    fp8 = {name: value for name, value in push.fingerprints.items() if name not in {entry.name for entry in push.entries}}
+    fp8 = {
+        name: value for name, value in push.fingerprints.items() if name not in {entry.name for entry in push.entries}
+    }
     for kind, names in {
         "weight": ["model.layers.0.self_attn.qkv_proj.weight.fp8"],
         "scale": ["model.layers.0.self_attn.qkv_proj.weight.scale"],
@@ -138,9 +147,15 @@ def test_stale_and_missing_scales_are_refused_and_leave_no_trace(wire: Wire) -> 
     before, held = wire.logp(), wire.held()
     weights = wire.weights(12)
     for bad, why in (
-        (wire.sender.stage(12, weights.items(), quantised=True, kv_scales=scales(11)), "kv_scales: calibrated for version 11"),
+        (
+            wire.sender.stage(12, weights.items(), quantised=True, kv_scales=scales(11)),
+            "kv_scales: calibrated for version 11",
+        ),
         (wire.sender.stage(12, weights.items(), quantised=True), "kv_scales: got 0; must be 2"),
-        (wire.sender.stage(12, weights.items(), kv_scales=scales(12)), "weights: staged for an engine in full precision"),
+        (
+            wire.sender.stage(12, weights.items(), kv_scales=scales(12)),
+            "weights: staged for an engine in full precision",
+        ),
     ):
         receipt = wire.deliver(bad)
         assert receipt.error is not None

@@ -1,4 +1,4 @@
-"""The history drafter inside the real vLLM: it learns from one epoch for the next, changes no greedy token, and survives itself."""
+"""The history drafter inside the real vLLM: it learns from one epoch for the next and changes no greedy token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from paceline.config import EngineConfig, FixedSelector, HistoryDrafter, SpeculationConfig
-from paceline.rollout.engine import VllmEngine, engine_args
-from paceline.rollout.speculation import Speculation
+from paceline.rollout.arguments import engine_args
+from paceline.rollout.engine import VllmEngine
 from paceline.types import Rollout, RolloutRequest
 
 DRAFT_LENGTH = 4
@@ -20,7 +20,9 @@ DRAFT_LENGTH = 4
 
 def speculation(share_directory: Path | None) -> SpeculationConfig:
     drafter = HistoryDrafter(capacity_mb=8, share_directory=share_directory)
-    return SpeculationConfig(drafter=drafter, max_draft_length=DRAFT_LENGTH, selector=FixedSelector(draft_length=DRAFT_LENGTH))
+    return SpeculationConfig(
+        drafter=drafter, max_draft_length=DRAFT_LENGTH, selector=FixedSelector(draft_length=DRAFT_LENGTH)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ def setting(
 ) -> Iterator[Setting]:
     directory = tmp_path_factory.mktemp("share")
     engine = runner.run(
-        VllmEngine.start("history", policy_path, engine_config, seed=0, cpus=one_cpu, speculation=speculation(directory))
+        VllmEngine.start(
+            "history", policy_path, engine_config, seed=0, cpus=one_cpu, speculation=speculation(directory)
+        )
     )
     yield Setting(engine, directory)
     runner.run(engine.close())
@@ -70,12 +74,13 @@ async def generate(engine: VllmEngine, wanted: list[RolloutRequest]) -> dict[tup
 
 
 async def figures(engine: VllmEngine) -> dict[str, float]:
-    (answer,) = await engine.rpc("drafter_figures")
+    (answer,) = await engine.rpc("drafter_counters")
     return answer
 
 
 def test_second_epoch_is_accepted_in_full_and_greedy_output_stays(runner: asyncio.Runner, setting: Setting) -> None:
-    """A greedy policy repeats itself: every draft of the second epoch is right, unless rows were taken for one another."""
+    """A greedy policy repeats itself: every draft of the second epoch is right, unless rows were taken for one
+    another."""
     first = runner.run(generate(setting.engine, epoch(temperature=0.0, first_token=3)))
     second = runner.run(generate(setting.engine, epoch(temperature=0.0, first_token=3)))
     assert {key: rollout.token_ids.tolist() for key, rollout in first.items()} == {
@@ -93,7 +98,10 @@ def test_figures_add_up(runner: asyncio.Runner, setting: Setting) -> None:
     change = {name: after[name] - before[name] for name in after}
     assert change["failures"] == 0
     # Every step of every rollout was one row: its first token, then one token and what was accepted.
-    tokens, accepted = sum(len(rollout.token_ids) for rollout in rollouts), sum(rollout.num_accepted for rollout in rollouts)
+    tokens, accepted = (
+        sum(len(rollout.token_ids) for rollout in rollouts),
+        sum(rollout.num_accepted for rollout in rollouts),
+    )
     assert tokens - accepted <= change["num_rows"] <= tokens - accepted + len(rollouts) * DRAFT_LENGTH
     assert 0 < change["num_matched"] <= change["num_rows"]
     assert change["num_drafted"] >= sum(rollout.num_drafted for rollout in rollouts) > 0
@@ -102,14 +110,18 @@ def test_figures_add_up(runner: asyncio.Runner, setting: Setting) -> None:
 
 
 def test_rollouts_are_left_for_other_engines(runner: asyncio.Runner, setting: Setting) -> None:
-    from paceline.draft.share import decode
+    from paceline.drafters.history_exchange import decode
     from random_policy import VOCABULARY
 
     rollouts = runner.run(generate(setting.engine, epoch(temperature=1.0, first_token=5)))
     runner.run(asyncio.sleep(2.1))
     # A rollout is known to have ended when it is no longer in the batch, and files are written every two seconds.
     runner.run(generate(setting.engine, epoch(temperature=1.0, first_token=6, groups=1, size=1)))
-    shared = [record for file in setting.share_directory.glob("*.rollouts") for record in decode(file.read_bytes(), VOCABULARY)]
+    shared = [
+        record
+        for file in setting.share_directory.glob("*.rollouts")
+        for record in decode(file.read_bytes(), VOCABULARY)
+    ]
     responses = {tuple(record.token_ids[record.num_context :].tolist()) for record in shared}
     # What was drafted beyond the end of a rollout may hang on its end.
     for rollout in rollouts.values():
@@ -120,11 +132,10 @@ def test_rollouts_are_left_for_other_engines(runner: asyncio.Runner, setting: Se
 def test_a_failing_drafter_costs_its_drafts_and_nothing_else(policy_path: Path, engine_config: EngineConfig) -> None:
     from paceline.rollout.proposer import HistoryProposer
 
-    how = Speculation(speculation(None))
-    proposer = HistoryProposer(engine_args(policy_path, engine_config, 0, how).create_engine_config())
+    proposer = HistoryProposer(engine_args(policy_path, engine_config, 0, speculation(None)).create_engine_config())
     good = np.ones((16, 256), np.int32)
     length = np.full(16, 8, np.int32)
     assert proposer.propose([[1], [1]], length, good) != [[], []]
     assert proposer.propose([[1], [1]], length, np.ones(3, np.int32)) == [[], []]
-    assert proposer.figures()["failures"] == 1
+    assert proposer.counters()["failures"] == 1
     assert proposer.propose([[1], [1]], length + 1, good) != [[], []], "it goes on afterwards"

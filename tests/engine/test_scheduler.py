@@ -1,4 +1,5 @@
-"""The scheduler alone: stock vLLM that names it adapts, whatever else of ours is there. Runs on every supported vLLM."""
+"""The scheduler alone: stock vLLM that names it adapts, whatever else of ours is there. Runs on every supported
+vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ import pytest
 from random_policy import make_policy
 
 HOST = Path(__file__).with_name("host.py")
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
 def steps(trace: Path) -> list[dict]:
@@ -33,9 +39,13 @@ def policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hosted(policy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[list[int]]], list[dict]]:
+def hosted(
+    policy_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, list[list[int]]], list[dict]]:
     """Answers and trace of `vllm.LLM` in a program that knows nothing of us."""
-    assert "paceline" not in HOST.read_text().split('"""')[2].replace("paceline.rollout.scheduler", "").replace('"paceline"', "")
+    assert "paceline" not in HOST.read_text().split('"""')[2].replace("paceline.rollout.scheduler", "").replace(
+        '"paceline"', ""
+    )
     trace = tmp_path_factory.mktemp("hosted") / "steps.jsonl"
     command = [sys.executable, str(HOST), str(policy_path), str(trace)]
     done = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, timeout=180, check=False)
@@ -57,7 +67,11 @@ def test_draft_length_follows_what_pays(hosted) -> None:
 
 def _batches(trace: list[dict]) -> list[list[dict]]:
     """Steps of each batch; a batch begins with steps that compute prompts, after some that did not."""
-    begins = [now for now in range(1, len(trace)) if trace[now]["num_prefill_tokens"] and not trace[now - 1]["num_prefill_tokens"]]
+    begins = [
+        now
+        for now in range(1, len(trace))
+        if trace[now]["num_prefill_tokens"] and not trace[now - 1]["num_prefill_tokens"]
+    ]
     return [trace[begin:end] for begin, end in pairwise([0, *begins, len(trace)])]
 
 
@@ -104,8 +118,8 @@ def test_draft_length_of_a_step_was_chosen_one_step_before(hosted) -> None:
 def test_server_adapts_with_two_flags(policy_path: Path, tmp_path: Path) -> None:
     """`vllm serve` is how most people run vLLM; settings must get through its command line.
 
-    Started by the module that `vllm serve` starts: the command itself does not come up from the CPU rebuild, whose package has
-    another name than the one that it asks its version of.
+    Started by the module that `vllm serve` starts: the command itself does not come up from the CPU rebuild, whose
+    package has another name than the one that it asks its version of.
     """
     trace = tmp_path / "steps.jsonl"
     with socket.socket() as probe:
@@ -113,7 +127,9 @@ def test_server_adapts_with_two_flags(policy_path: Path, tmp_path: Path) -> None
         port = probe.getsockname()[1]
     flags = {
         "--scheduler-cls": "paceline.rollout.scheduler.AdaptiveScheduler",
-        "--speculative-config": '{"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 4}',
+        "--speculative-config": json.dumps(
+            {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 4}
+        ),
         "--additional-config": json.dumps({"paceline": {"trace": str(trace)}}),
         "--host": "127.0.0.1",
         "--port": str(port),
@@ -131,7 +147,13 @@ def test_server_adapts_with_two_flags(policy_path: Path, tmp_path: Path) -> None
     try:
         _wait_for(f"http://127.0.0.1:{port}/health", server, tmp_path / "log")
         # Only one token is allowed: n-grams predict it.
-        body = {"model": str(policy_path), "prompt": [5, 6, 7], "max_tokens": 200, "allowed_token_ids": [7], "ignore_eos": True}
+        body = {
+            "model": str(policy_path),
+            "prompt": [5, 6, 7],
+            "max_tokens": 200,
+            "allowed_token_ids": [7],
+            "ignore_eos": True,
+        }
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

@@ -15,12 +15,16 @@ from transformers import Qwen3ForCausalLM
 
 from paceline.config import EngineConfig
 from paceline.rollout.engine import VllmEngine
-from paceline.rollout.transfer import Push, ShmSender
 from paceline.types import Floats, Receipt, Rollout, RolloutRequest, Tokens
+from paceline.weights.deliver import join
+from paceline.weights.distributed import DistributedSender
+from paceline.weights.message import Push
+from paceline.weights.shared_memory import ShmSender
 
 Weights = dict[str, torch.Tensor]
 PROMPTS = ((5, 6, 7, 8, 9), (90, 2, 33), tuple(range(10, 40)))
-# Largest difference from transformers' log-probabilities. In bfloat16 it is rounding, and other weights differ by far more.
+# Largest difference from transformers' log-probabilities. In bfloat16 it is rounding, and other weights differ by far
+# more.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
 
 
@@ -37,7 +41,10 @@ class Wire:
     def changed_weights(self, seed: int) -> Weights:
         generator = torch.Generator().manual_seed(seed)
         stored = load_file(self.path / "model.safetensors")
-        return {name: (x * (1 + 0.3 * torch.randn(x.shape, generator=generator))).to(self.dtype) for name, x in stored.items()}
+        return {
+            name: (x * (1 + 0.3 * torch.randn(x.shape, generator=generator))).to(self.dtype)
+            for name, x in stored.items()
+        }
 
     def deliver(self, push: Push) -> Receipt:
         return self.run(self.engine.receive(push))
@@ -48,7 +55,9 @@ class Wire:
     def sample(self) -> list[Rollout]:
         async def rollouts() -> list[Rollout]:
             requests = [
-                RolloutRequest(group_id=i, index=0, prompt_ids=np.array(ids, np.int32), max_tokens=24, temperature=1.0, seed=3)
+                RolloutRequest(
+                    group_id=i, index=0, prompt_ids=np.array(ids, np.int32), max_tokens=24, temperature=1.0, seed=3
+                )
                 for i, ids in enumerate(PROMPTS)
             ]
             await self.engine.submit(requests)
@@ -89,7 +98,9 @@ def reference_logp(path: Path, weights: Weights, dtype: torch.dtype, prompt: Tok
 
 def furthest(wire: Wire, weights: Weights, rollouts: list[Rollout]) -> float:
     gaps = [
-        np.abs(rollout.logp - reference_logp(wire.path, weights, wire.dtype, rollout.prompt_ids, rollout.token_ids)).max()
+        np.abs(
+            rollout.logp - reference_logp(wire.path, weights, wire.dtype, rollout.prompt_ids, rollout.token_ids)
+        ).max()
         for rollout in rollouts
     ]
     return float(max(gaps))
@@ -124,7 +135,7 @@ def test_overwriting_the_segment_after_a_sync_changes_nothing(wire: Wire) -> Non
 def flipped_byte(wire: Wire, weights: Weights) -> Push:
     push = wire.sender.stage(21, weights.items())
     entry = next(entry for entry in push.entries if entry.name == "model.layers.1.mlp.up_proj.weight")
-    with (Path("/dev/shm") / push.segment).open("r+b") as file:
+    with (Path("/dev/shm") / push.channel).open("r+b") as file:
         file.seek(entry.offset + 100)
         byte = file.read(1)[0]
         file.seek(entry.offset + 100)
@@ -207,3 +218,43 @@ def test_drafter_push_is_refused_by_an_engine_without_one(wire: Wire) -> None:
     receipt = wire.deliver(wire.sender.stage(1, wire.changed_weights(seed=1).items(), target="drafter"))
     assert (receipt.error, receipt.lost) == ("drafter: this engine runs without one", False)
     assert wire.probe() == before
+
+
+def test_pushes_by_broadcast_are_checked_and_loaded_like_those_through_shared_memory(wire: Wire) -> None:
+    """The distributed transport over gloo: a good push samples, a bad one is refused after its bytes were taken, a good
+    one again."""
+
+    async def meet() -> None:
+        address = sender.host("127.0.0.1", 1, 20.0)
+        _, problem = await asyncio.gather(asyncio.to_thread(sender.join), join(wire.engine, address, 1))
+        assert problem is None
+
+    async def send(push: Push) -> Receipt:
+        receipt, _ = await asyncio.gather(wire.engine.receive(push), asyncio.to_thread(sender.transmit))
+        return receipt
+
+    sender = DistributedSender(torch.device("cpu"))
+    wire.run(meet())
+    try:
+        for version in (50, 51):
+            new = wire.changed_weights(seed=version)
+            push = sender.stage(version, new.items())
+            receipt = wire.run(send(push))
+            assert receipt.ok, receipt.error
+            assert wire.held()["policy"]["fingerprints"] == push.fingerprints
+            assert furthest(wire, new, wire.sample()) < TOLERANCE[wire.engine.config.dtype]
+            held, before = wire.held(), wire.probe()
+            del new["model.layers.1.mlp.up_proj.weight"]
+            receipt = wire.run(send(sender.stage(60, new.items())))
+            assert (receipt.error, receipt.lost) == ("model.layers.1.mlp.up_proj.weight: missing from the push", False)
+            receipt = wire.run(send(sender.stage(60, new.items(), target="drafter")))
+            assert (receipt.error, receipt.lost) == ("drafter: this engine runs without one", False)
+            assert (wire.held(), wire.probe()) == (held, before)
+        receipt = wire.run(wire.engine.receive(replace(push, channel="paceline-other")))
+        assert receipt.error is not None
+        assert "has not joined" in receipt.error
+    finally:
+        sender.close()
+    assert wire.deliver(wire.sender.stage(52, wire.changed_weights(seed=52).items())).ok, (
+        "both transports serve one engine"
+    )

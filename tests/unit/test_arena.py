@@ -11,16 +11,23 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from paceline.arena import policy as arena
-from paceline.arena.growth import grow
-from paceline.arena.shape import Shape
-from paceline.arena.task import ANSWER_MARK, demonstration, heldout, problems, reward, solution
-from paceline.arena.tokenizer import make_tokenizer, vocabulary
-from paceline.arena.training import Schedule
+from contexts import make_context
+from paceline import lab
+from paceline.lab.arena import policy as arena
+from paceline.lab.arena.growth import grow
+from paceline.lab.arena.shape import Shape
+from paceline.lab.arena.task import ANSWER_MARK, demonstration, heldout, problems, reward, solution
+from paceline.lab.arena.tokenizer import make_tokenizer, vocabulary
+from paceline.lab.arena.training import PolicySchedule
+from paceline.sessions.workloads import resolve_policy
+
+lab.register()
 
 MINUTE = arena.TrainedRecipe(
     shape=Shape(hidden_size=64, num_layers=2, intermediate_size=96, num_heads=2, num_kv_heads=1, head_dim=32),
-    schedule=Schedule(num_steps=6, tokens_per_step=512, matrix_lr=0.02, other_lr=0.004, careless_share=0.25, warmup_steps=1),
+    schedule=PolicySchedule(
+        num_steps=6, tokens_per_step=512, matrix_lr=0.02, other_lr=0.004, careless_share=0.25, warmup_steps=1
+    ),
 )
 
 
@@ -29,7 +36,7 @@ def minute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy of a few steps' training, built in a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(arena.RECIPES, "minute", MINUTE)
-        return arena.build("minute", cache_root=tmp_path_factory.mktemp("cache"), progress=lambda line: None)
+        return arena.build("minute", make_context(tmp_path_factory.mktemp("cache")))
 
 
 def test_careless_demonstrations_are_wrong_about_as_often_as_asked_and_well_formed():
@@ -43,7 +50,9 @@ def test_careless_demonstrations_are_wrong_about_as_often_as_asked_and_well_form
 def test_streams_repeat_by_seed_and_differ_between_seeds():
     first, again, other = (list(islice(problems(seed), 50)) for seed in (3, 3, 4))
     assert first == again
-    assert not {problem.prompt for problem in first[:20] if len(problem.terms) > 3} & {problem.prompt for problem in other}
+    assert not {problem.prompt for problem in first[:20] if len(problem.terms) > 3} & {
+        problem.prompt for problem in other
+    }
 
 
 def test_no_training_stream_holds_a_heldout_problem():
@@ -137,7 +146,7 @@ def test_recipe_key_changes_with_any_field():
 
 def test_training_repeats_bit_for_bit(minute: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(arena.RECIPES, "minute", MINUTE)
-    again = arena.build("minute", cache_root=tmp_path, progress=lambda line: None)
+    again = arena.build("minute", make_context(tmp_path))
     ours, theirs = (load_file(path / "model.safetensors") for path in (minute, again))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -150,14 +159,14 @@ def test_checkpoint_says_where_to_stop_and_samples_without_truncation(minute: Pa
 
 def test_damaged_cache_is_noticed_and_built_again(minute: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(arena.RECIPES, "minute", MINUTE)
-    cache_root = minute.parent.parent
     lines: list[str] = []
-    assert arena.resolve("arena:minute", cache_root=cache_root, progress=lines.append) == minute
+    context = make_context(minute.parent.parent, lines.append)
+    assert resolve_policy("arena:minute", context) == minute
     assert lines == []  # found, not built
     weights = minute / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert arena.resolve("arena:minute", cache_root=cache_root, progress=lines.append) == minute
+    assert resolve_policy("arena:minute", context) == minute
     assert "damaged" in lines[0]
     assert weights.read_bytes() == whole
 
@@ -169,22 +178,22 @@ def test_interrupted_build_leaves_no_policy_and_is_cleared(tmp_path: Path, monke
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        arena.build("minute", cache_root=tmp_path, progress=interrupt)
+        arena.build("minute", make_context(tmp_path, interrupt))
     left = tmp_path / "arena" / f"minute-{arena.recipe_key(MINUTE)}"
     assert not left.exists()
-    stale = left.with_name(left.name + ".building")
+    stale = left.with_name(f".{left.name}.0123abcd.partial")
     stale.mkdir(exist_ok=True)
     (stale / "model.safetensors").write_bytes(b"half")
-    built = arena.build("minute", cache_root=tmp_path, progress=lambda line: None)
+    built = arena.build("minute", make_context(tmp_path))
     assert AutoModelForCausalLM.from_pretrained(built).config.hidden_size == 64
     assert not stale.exists()
 
 
 def test_unknown_names_and_paths_are_refused_with_the_choices(tmp_path: Path):
     with pytest.raises(ValueError, match=r"arena:huge; must be one of arena:tiny, arena:small, arena:large"):
-        arena.resolve("arena:huge", cache_root=tmp_path, progress=print)
+        resolve_policy("arena:huge", make_context(tmp_path))
     with pytest.raises(ValueError, match=r"no config\.json"):
-        arena.resolve(str(tmp_path), cache_root=tmp_path, progress=print)
+        resolve_policy(str(tmp_path), make_context(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +202,13 @@ def test_unknown_names_and_paths_are_refused_with_the_choices(tmp_path: Path):
     ids=["all-wider", "larger-groups", "unchanged"],
 )
 def test_grown_policy_is_the_same_function(
-    minute: Path, tmp_path: Path, hidden_size: int, num_layers: int, intermediate_size: int, num_heads: int, num_kv_heads: int
+    minute: Path,
+    tmp_path: Path,
+    hidden_size: int,
+    num_layers: int,
+    intermediate_size: int,
+    num_heads: int,
+    num_kv_heads: int,
 ):
     grow(
         minute,
@@ -204,7 +219,9 @@ def test_grown_policy_is_the_same_function(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
     )
-    small, grown = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (minute, tmp_path / "grown"))
+    small, grown = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (minute, tmp_path / "grown")
+    )
     assert (grown.config.hidden_size, len(grown.model.layers)) == (hidden_size, num_layers)
     text = "".join(problem.prompt for problem in heldout(5))
     ids = torch.tensor([make_tokenizer().encode(text)])
@@ -216,6 +233,10 @@ def test_grown_policy_is_the_same_function(
 
 def test_growth_refuses_to_shrink(minute: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"intermediate_size: got 32; must be at least 96"):
-        grow(minute, tmp_path / "grown", hidden_size=64, num_layers=2, intermediate_size=32, num_heads=2, num_kv_heads=1)
+        grow(
+            minute, tmp_path / "grown", hidden_size=64, num_layers=2, intermediate_size=32, num_heads=2, num_kv_heads=1
+        )
     with pytest.raises(ValueError, match=r"num_heads: got 3"):
-        grow(minute, tmp_path / "grown", hidden_size=64, num_layers=2, intermediate_size=96, num_heads=3, num_kv_heads=2)
+        grow(
+            minute, tmp_path / "grown", hidden_size=64, num_layers=2, intermediate_size=96, num_heads=3, num_kv_heads=2
+        )

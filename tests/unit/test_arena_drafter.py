@@ -7,32 +7,38 @@ from pathlib import Path
 
 import pytest
 
+from contexts import make_context
 from drafter_cases import HIDDEN, make_drafter, policy_config
-from paceline import cli
-from paceline.arena import drafter as arena
-from paceline.arena import policy
-from paceline.draft.checkpoint import preflight, save
-from paceline.draft.kinds import KINDS
-from paceline.draft.trainer import Evaluation
-from paceline.run.warmstart import WarmStart, default_taps
+from paceline import lab
+from paceline.cli.common import LEARNED
+from paceline.drafters.checkpoint import preflight, save
+from paceline.drafters.kinds import KINDS
+from paceline.drafters.trainer import Evaluation
+from paceline.lab.arena import drafter as arena
+from paceline.lab.arena import policy
+from paceline.sessions.draft import WarmStart, default_taps
+from paceline.sessions.workloads import resolve_drafter
+
+lab.register()
 
 
 def test_a_path_is_taken_as_it_is() -> None:
-    assert arena.resolve_drafter("runs/drafter", "arena:small", progress=print) == Path("runs/drafter")
+    assert resolve_drafter("runs/drafter", "arena:small", make_context()) == Path("runs/drafter")
 
 
 def test_every_kind_can_be_chosen_trained_and_found() -> None:
     """A kind that the command offers and the arena has no recipe for would fail after the policy was built."""
-    assert set(cli._LEARNED) == set(KINDS) == set(arena.RECIPES) == set(arena._LABELS)
+    assert set(LEARNED) == set(KINDS) == set(arena.RECIPES) == set(arena._LABELS)
 
 
 def test_arena_is_refused_for_a_policy_without_a_drafter_of_its_own() -> None:
     with pytest.raises(ValueError, match="only arena policies have a drafter"):
-        arena.resolve_drafter("arena", "my/model", progress=print)
+        resolve_drafter("arena", "my/model", make_context())
 
 
 def test_another_recipe_of_policy_or_drafter_is_another_place() -> None:
-    """A drafter found for a policy that it was not trained on would be accepted hardly ever, and nobody would know why."""
+    """A drafter found for a policy that it was not trained on would be accepted hardly ever, and nobody would know
+    why."""
     small, tiny = policy.RECIPES["small"], policy.RECIPES["tiny"]
     longer = WarmStart(train_tokens=2_000_000, rollout_tokens=400_000)
     usual = arena.RECIPES["eagle3"]["small"]

@@ -1,4 +1,5 @@
-"""The buffer between learner and drafter training: bounds, the floor for long documents, the held-out slice, other processes."""
+"""The buffer between learner and drafter training: bounds, the floor for long documents, the held-out slice, other
+processes."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ import pytest
 
 from drafter_cases import HIDDEN, make_documents, make_drafter, make_head
 from paceline.config import BufferConfig
-from paceline.draft.buffer import Buffer, Entry, document_bytes, is_heldout, victims
-from paceline.draft.lesson import Document
-from paceline.draft.trainer import DrafterTrainer, Schedule
+from paceline.drafters.buffer import Buffer, Entry, document_bytes, is_heldout, victims
+from paceline.drafters.packing import Document
+from paceline.drafters.trainer import DrafterTrainer, Schedule
 
 ROOMY = BufferConfig(capacity_mb=64, heldout_share=0.3)
 
@@ -25,10 +26,15 @@ def entry(version: int, num_tokens: int, *, heldout: bool = False, serial: int =
     return Entry(file=file, version=version, num_tokens=num_tokens, num_bytes=num_tokens, heldout=heldout)
 
 
-def settings(capacity: int, *, long_share: float = 0.0, keep_versions: int = 100, heldout_share: float = 0.5) -> BufferConfig:
+def settings(
+    capacity: int, *, long_share: float = 0.0, keep_versions: int = 100, heldout_share: float = 0.5
+) -> BufferConfig:
     """Twice the capacity, of which the held-out slice gets one half."""
     return BufferConfig(
-        capacity_mb=2 * capacity / 2**20, long_share=long_share, keep_versions=keep_versions, heldout_share=heldout_share
+        capacity_mb=2 * capacity / 2**20,
+        long_share=long_share,
+        keep_versions=keep_versions,
+        heldout_share=heldout_share,
     )
 
 
@@ -52,7 +58,9 @@ def test_documents_come_back_bit_for_bit(tmp_path: Path) -> None:
     for one, other in zip(by_content(back), by_content(documents), strict=True):
         assert_equal(one, other)
     num_tokens = [len(document.token_ids) for document in documents]
-    assert sum(entry.num_bytes for entry in buffer.entries()) == sum(document_bytes(count, 3, HIDDEN) for count in num_tokens)
+    assert sum(entry.num_bytes for entry in buffer.entries()) == sum(
+        document_bytes(count, 3, HIDDEN) for count in num_tokens
+    )
 
 
 def test_a_document_that_teaches_nothing_takes_no_room(tmp_path: Path) -> None:
@@ -93,9 +101,12 @@ def test_short_responses_of_a_new_step_do_not_crowd_out_long_ones_of_earlier_ste
 
 
 def test_what_is_long_does_not_stay_for_ever() -> None:
-    """A floor without an age would keep what the first policies said, which training would then unlearn all else for."""
+    """A floor without an age would keep what the first policies said, which training would then unlearn all else
+    for."""
     entries = [entry(1, 90), entry(5, 10), entry(8, 10)]
-    assert victims(entries, settings(20, long_share=0.9, keep_versions=4)) == [entries[0]], "and its room is room for the others"
+    assert victims(entries, settings(20, long_share=0.9, keep_versions=4)) == [entries[0]], (
+        "and its room is room for the others"
+    )
     assert victims(entries, settings(1000, long_share=0.9, keep_versions=8)) == []
 
 
@@ -106,7 +117,8 @@ def test_training_documents_do_not_push_out_the_heldout_slice() -> None:
 
 
 def test_no_prompt_is_both_trained_on_and_held_out(tmp_path: Path) -> None:
-    """Split by document, a sibling of every held-out rollout would be trained on, and the drafter would look better than it is."""
+    """Split by document, a sibling of every held-out rollout would be trained on, and the drafter would look better
+    than it is."""
     prompts = make_documents([(5, 0)] * 30, seed=1)
     buffer = Buffer(tmp_path, ROOMY, writer="rank0")
     for version in range(3):
@@ -118,7 +130,9 @@ def test_no_prompt_is_both_trained_on_and_held_out(tmp_path: Path) -> None:
                     taps=np.concatenate([prompt.taps, response.taps]),
                     last=np.concatenate([prompt.last, response.last]),
                 )
-                for prompt, response in zip(prompts, make_documents([(0, 6)] * 30, seed=10 * version + sibling), strict=True)
+                for prompt, response in zip(
+                    prompts, make_documents([(0, 6)] * 30, seed=10 * version + sibling), strict=True
+                )
             ]
             Buffer(tmp_path, ROOMY, writer=f"rank{sibling}").put(documents, version)
     trained = {tuple(document.token_ids[:5]) for document in buffer.draw(100_000, np.random.default_rng(0))}
@@ -167,7 +181,7 @@ def test_another_process_reads_what_was_put(tmp_path: Path) -> None:
     buffer.put_head(make_head().numpy(), 7)
     program = (
         "import hashlib, sys\nfrom pathlib import Path\nimport numpy as np\n"
-        "from paceline.config import BufferConfig\nfrom paceline.draft.buffer import Buffer\n"
+        "from paceline.config import BufferConfig\nfrom paceline.drafters.buffer import Buffer\n"
         "buffer = Buffer(Path(sys.argv[1]), BufferConfig(heldout_share=0.3))\n"
         "documents = buffer.draw(1000, np.random.default_rng(0)) + buffer.heldout(1000)\n"
         "version, head = buffer.head()\n"
@@ -175,15 +189,25 @@ def test_another_process_reads_what_was_put(tmp_path: Path) -> None:
         "print(version, hashlib.sha256(b''.join(parts) + head.tobytes()).hexdigest())\n"
     )
     answer = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
-    parts = sorted(d.token_ids.tobytes() + d.taps.tobytes() + d.last.tobytes() for d in make_documents([(3, 9), (2, 12), (4, 20)]))
+    parts = sorted(
+        d.token_ids.tobytes() + d.taps.tobytes() + d.last.tobytes() for d in make_documents([(3, 9), (2, 12), (4, 20)])
+    )
     assert answer.stdout.split() == ["7", hashlib.sha256(b"".join(parts) + make_head().numpy().tobytes()).hexdigest()]
+
+
+def test_only_the_owner_can_read_rollouts(tmp_path: Path) -> None:
+    buffer = Buffer(tmp_path / "documents", ROOMY, writer="rank0")
+    buffer.put(make_documents([(3, 9)]), 1)
+    (entry,) = buffer.entries()
+    assert entry.file.stat().st_mode & 0o777 == 0o600
+    assert entry.file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_writer_that_died_leaves_nothing_that_is_read_or_kept(tmp_path: Path) -> None:
     buffer = Buffer(tmp_path, ROOMY, writer="rank0")
     buffer.put(make_documents([(3, 9)]), 1)
     (whole,) = (entry.file for entry in buffer.entries())
-    half = whole.with_name(whole.name.replace("00000001-", "00000002-") + ".writing")
+    half = whole.with_name("." + whole.name.replace("00000001-", "00000002-") + ".0123abcd.partial")
     half.write_bytes(whole.read_bytes()[:100])
     assert len(buffer.entries()) == 1
     Buffer(tmp_path, ROOMY, writer="rank1")

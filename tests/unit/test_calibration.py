@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.config import CalibrationConfig, LearnerConfig, ObjectiveConfig
-from paceline.policy.calibration import choose
-from paceline.policy.learner import FsdpLearner
-from paceline.precision import kv_scale
+from paceline.fp8 import kv_scale
+from paceline.learner.calibration import choose
+from paceline.learner.fsdp import FsdpLearner
 from paceline.types import Sample
 from random_policy import make_policy
 
@@ -106,15 +106,23 @@ def test_saturation_is_that_of_the_scales_in_use(learner: FsdpLearner) -> None:
 
 def test_prompts_without_a_response_can_be_calibrated_on(learner: FsdpLearner) -> None:
     sample = make_samples(1)[0]
-    prompt = Sample(token_ids=sample.token_ids, num_prompt_tokens=5, logp=np.empty(0, np.float32), advantage=0.0, policy_version=0)
+    prompt = Sample(
+        token_ids=sample.token_ids, num_prompt_tokens=5, logp=np.empty(0, np.float32), advantage=0.0, policy_version=0
+    )
     assert learner.calibrate([prompt], version=0)["precision/qk_norm"] == 1.0
 
 
 def test_policy_without_qk_norm_is_known_and_its_outliers_are_measured(tmp_path: Path) -> None:
-    """One huge channel makes the scale so large that the other keys underflow; the check must see that, not only the name."""
+    """One huge channel makes the scale so large that the other keys underflow; the check must see that, not only the
+    name."""
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=128
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
     )
     shares = []
     for outlier in (1.0, 1e7):
@@ -149,5 +157,7 @@ def test_calibration_sees_long_responses_as_often_as_short_ones() -> None:
     """Their keys are the largest; filling the last tokens of the budget with whatever fits would pass over them."""
     lengths = [50] * 90 + [1000] * 10
     config = CalibrationConfig(share=0.15, max_tokens=4096)
-    chosen = [lengths[i] for version in range(2000) for i in choose(lengths, config, np.random.default_rng((0, version)))]
+    chosen = [
+        lengths[i] for version in range(2000) for i in choose(lengths, config, np.random.default_rng((0, version)))
+    ]
     assert np.mean(chosen) > 0.75 * np.mean(lengths)

@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 
 from drafter_cases import HIDDEN, KINDS, guessed_logits, make_documents, make_drafter, policy_config
-from paceline.draft.checkpoint import load, preflight, random_drafter, save, widen, with_own_ends
-from paceline.draft.lesson import Document
+from paceline.drafters.checkpoint import load, preflight, save, widen, with_own_embeddings
+from paceline.drafters.packing import Document
+from paceline.files import write_checksums
+from paceline.lab.random_drafter import random_drafter
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,7 +53,10 @@ def test_a_widened_drafter_guesses_the_same_of_a_grown_policy(kind: str, tmp_pat
         )
         for d in documents
     ]
-    small, large = guessed_logits(load(tmp_path / "small"), documents, 5), guessed_logits(load(tmp_path / "large"), wide, 5)
+    small, large = (
+        guessed_logits(load(tmp_path / "small"), documents, 5),
+        guessed_logits(load(tmp_path / "large"), wide, 5),
+    )
     torch.testing.assert_close(torch.stack(large), torch.stack(small))
 
 
@@ -64,26 +69,30 @@ def test_ends_that_equal_the_policy_s_in_the_engine_s_precision_are_told_apart(t
     save(drafter, tmp_path / "drafter")
     embedding_VD = drafter.embed_tokens.weight.detach()
     (tmp_path / "policy").mkdir()
-    ends = {"model.embed_tokens.weight": embedding_VD * (1 + 1e-6)}
+    weights = {"model.embed_tokens.weight": embedding_VD * (1 + 1e-6)}
     if not tied:
-        ends["lm_head.weight"] = embedding_VD + 1.0
-    save_file(ends, tmp_path / "policy" / "model.safetensors")
-    out = with_own_ends(tmp_path / "drafter", tmp_path / "own", model_path=tmp_path / "policy", dtype=torch.bfloat16)
+        weights["lm_head.weight"] = embedding_VD + 1.0
+    save_file(weights, tmp_path / "policy" / "model.safetensors")
+    out = with_own_embeddings(
+        tmp_path / "drafter", tmp_path / "own", model_path=tmp_path / "policy", dtype=torch.bfloat16
+    )
     assert out == tmp_path / "own"
     own = load(out)
     assert (own.embed_tokens.weight.bfloat16() != embedding_VD.bfloat16()).sum() == 1
     assert (own.lm_head.weight.bfloat16() != embedding_VD.bfloat16()).sum() == int(tied)
-    assert with_own_ends(out, tmp_path / "again", model_path=tmp_path / "policy", dtype=torch.bfloat16) == out
+    assert with_own_embeddings(out, tmp_path / "again", model_path=tmp_path / "policy", dtype=torch.bfloat16) == out
 
 
 def test_a_random_drafter_has_the_shapes_and_none_of_the_weights(tmp_path: Path) -> None:
     save(make_drafter(), tmp_path / "drafter")
     random_drafter(tmp_path / "drafter", tmp_path / "random", seed=3)
-    taught, random = (load_file(tmp_path / name / "model.safetensors") for name in ("drafter", "random"))
-    assert {name: w.shape for name, w in random.items()} == {name: w.shape for name, w in taught.items()}
+    trained, random = (load_file(tmp_path / name / "model.safetensors") for name in ("drafter", "random"))
+    assert {name: w.shape for name, w in random.items()} == {name: w.shape for name, w in trained.items()}
     for name, weight in random.items():
         if weight.ndim == 2:
-            assert abs(float(torch.corrcoef(torch.stack([weight.flatten(), taught[name].flatten()]))[0, 1])) < 0.1, name
+            assert abs(float(torch.corrcoef(torch.stack([weight.flatten(), trained[name].flatten()]))[0, 1])) < 0.1, (
+                name
+            )
 
 
 def _edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
@@ -91,6 +100,7 @@ def _edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         tree = json.loads((drafter / "config.json").read_text())
         change(tree)
         (drafter / "config.json").write_text(json.dumps(tree))
+        write_checksums(drafter)
 
     return apply
 
@@ -102,7 +112,7 @@ def _flip(drafter: Path) -> None:
 
 
 def _truncate(drafter: Path) -> None:
-    (drafter / "model.safetensors.sha256").unlink()
+    (drafter / "SHA256SUMS").unlink()
     content = (drafter / "model.safetensors").read_bytes()
     (drafter / "model.safetensors").write_bytes(content[: len(content) // 2])
 
@@ -111,11 +121,12 @@ def _narrow(drafter: Path) -> None:
     weights = load_file(drafter / "model.safetensors")
     weights["fc.weight"] = weights["fc.weight"][:, : 2 * HIDDEN].contiguous()
     save_file(weights, drafter / "model.safetensors")
-    (drafter / "model.safetensors.sha256").unlink()
+    (drafter / "SHA256SUMS").unlink()
 
 
 def _retokenize(drafter: Path) -> None:
     (drafter / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"b": 0}}}))
+    write_checksums(drafter)
 
 
 EAGLE3_TAPS, DFLASH_TAPS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
@@ -125,13 +136,25 @@ EAGLE3_TAPS, DFLASH_TAPS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state
 @pytest.mark.parametrize(
     ("break_it", "max_model_len", "complaint"),
     [
-        (_edit(lambda tree: tree["transformer_layer_config"].update(vocab_size=99)), 64, "a vocabulary of 99; must be 24"),
+        (
+            _edit(lambda tree: tree["transformer_layer_config"].update(vocab_size=99)),
+            64,
+            "a vocabulary of 99; must be 24",
+        ),
         (_edit(lambda tree: tree.update(draft_vocab_size=8)), 64, "drafts from 8 tokens and its d2t is missing"),
         (lambda _: None, 65, r"knows 64 positions; must be at least max_model_len \(65\)"),
         (_edit(lambda tree: tree.update(target_hidden_size=48)), 64, "hidden states of 48"),
         (_narrow, 64, r"through fc.weight \(32, 64\)"),
-        (_edit(lambda tree: tree.update({EAGLE3_TAPS: [1, 3, 5], DFLASH_TAPS: [1, 3, 5]})), 64, r"taps layers \[1, 3, 5\]"),
-        (_edit(lambda tree: tree.update({EAGLE3_TAPS: [1, 3, 3], DFLASH_TAPS: [1, 3, 3]})), 64, r"taps layers \[1, 3, 3\]"),
+        (
+            _edit(lambda tree: tree.update({EAGLE3_TAPS: [1, 3, 5], DFLASH_TAPS: [1, 3, 5]})),
+            64,
+            r"taps layers \[1, 3, 5\]",
+        ),
+        (
+            _edit(lambda tree: tree.update({EAGLE3_TAPS: [1, 3, 3], DFLASH_TAPS: [1, 3, 3]})),
+            64,
+            r"taps layers \[1, 3, 3\]",
+        ),
         (_edit(lambda tree: tree.update(speculators_model_type="medusa")), 64, "is a 'medusa' drafter"),
         (_retokenize, 64, "another tokenizer"),
         (_flip, 64, "differs from its checksum"),
@@ -139,7 +162,9 @@ EAGLE3_TAPS, DFLASH_TAPS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state
         (lambda drafter: (drafter / "config.json").unlink(), 64, "no config.json"),
     ],
 )
-def test_preflight_refuses(kind: str, break_it: Callable[[Path], None], max_model_len: int, complaint: str, tmp_path: Path) -> None:
+def test_preflight_refuses(
+    kind: str, break_it: Callable[[Path], None], max_model_len: int, complaint: str, tmp_path: Path
+) -> None:
     """vLLM loads most of these, and accepts nothing afterwards."""
     policy = _saved(kind, tmp_path)
     break_it(tmp_path / "drafter")
@@ -161,6 +186,7 @@ def test_preflight_reads_the_format_of_dflash_s_authors(tmp_path: Path) -> None:
     tree = json.loads((tmp_path / "drafter" / "config.json").read_text())
     theirs = tree["transformer_layer_config"] | {"dflash_config": {"target_layer_ids": [0, 2, 3], "mask_token_id": 1}}
     (tmp_path / "drafter" / "config.json").write_text(json.dumps(theirs))
+    (tmp_path / "drafter" / "SHA256SUMS").unlink()  # theirs have none
     preflight(tmp_path / "drafter", policy, kind="dflash", max_model_len=64)
     _edit(lambda tree: tree["dflash_config"].update(target_layer_ids=[0, 2, 4]))(tmp_path / "drafter")
     with pytest.raises(ValueError, match=r"taps layers \[1, 3, 5\]"):

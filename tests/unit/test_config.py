@@ -61,7 +61,17 @@ def test_kind_of_data_chooses_its_settings():
         (["quantum=3"], r"^quantum: unknown key$"),
         (["run.steps=0"], r"^run\.steps: got 0; input should be greater than or equal to 1$"),
         (["run.steps=many"], r"^run\.steps: got 'many'; input should be a valid integer"),
-        (["rollout.top_p=0.9"], r"^rollout\.top_p: got 0\.9; must be 1\.0 because"),
+        (["rollout.top_p=0.9"], r"^rollout\.top_p: unknown key"),
+        (["speculation.max_draft_length=3"], r"^speculation\.drafter: is missing; must be set$"),
+        (
+            ["speculation.drafter.min_match=3"],
+            r"^speculation\.drafter\.kind: is missing; must be one of ngram, history, eagle3, dflash$",
+        ),
+        (
+            ["speculation.drafter.kind=ngram", "speculation.selector.kind=fixed"],
+            r"^speculation\.selector\.draft_length: is missing; must be set$",
+        ),
+        (["speculation.drafter.kind=eagle3"], r"^speculation\.drafter\.path: is missing; must be set$"),
         (["data.kind=jsonl", "data.reward=a.py:b"], r"^data\.path: is missing; must be set$"),
         (["data.kind=arena", "data.seeed=1"], r"^data\.seeed: unknown key; did you mean data\.seed\?$"),
         (["data.seed=1"], r"^data\.kind: is missing; must be one of arena, jsonl, datasets$"),

@@ -18,6 +18,8 @@ def test_config_page_is_up_to_date() -> None:
     assert written == page, "run: python scripts/config-docs.py"
 
 
-@pytest.mark.parametrize("file", [*sorted(ROOT.glob("configs/*.toml")), *sorted(ROOT.glob("examples/*/config.toml"))], ids=str)
+@pytest.mark.parametrize(
+    "file", [*sorted(ROOT.glob("configs/*.toml")), *sorted(ROOT.glob("examples/*/config.toml"))], ids=str
+)
 def test_shipped_config_is_accepted(file: Path) -> None:
     load_config(file)

@@ -39,7 +39,9 @@ def plain(out: io.StringIO) -> Console:
 
 
 def terminal(out: io.StringIO, width: int = 120) -> Console:
-    return Console(file=out, force_terminal=True, width=width, height=30, color_system=None, highlight=False, legacy_windows=False)
+    return Console(
+        file=out, force_terminal=True, width=width, height=30, color_system=None, highlight=False, legacy_windows=False
+    )
 
 
 def shown(sink: ConsoleSink, width: int = 120) -> str:
@@ -81,7 +83,14 @@ def test_live_lines_say_stage_seconds_progress_and_speed():
     clock.now_s = 4.5
     text = shown(sink)
     sink.close()
-    for part in ("step 1/40", "generation 4.5 s", "64/128 rollouts", "9,000 tokens", "2,000 tokens/s", "held-out 0.512"):
+    for part in (
+        "step 1/40",
+        "generation 4.5 s",
+        "64/128 rollouts",
+        "9,000 tokens",
+        "2,000 tokens/s",
+        "held-out 0.512",
+    ):
         assert part in text, part
 
 
@@ -137,7 +146,8 @@ def test_text_from_outside_is_not_markup():
     out = io.StringIO()
     sink = ConsoleSink(plain(out))
     sink.write(
-        "event", {"step": 3, "time_s": 14.0, "what": "engine_lost", "engine": "e[1]", "why": "[/red] froze", "redispatched": 3}
+        "event",
+        {"step": 3, "time_s": 14.0, "what": "engine_lost", "engine": "e[1]", "why": "[/red] froze", "redispatched": 3},
     )
     sink.close()
     assert out.getvalue() == "engine lost after 14.0 s: engine e[1], why [/red] froze, redispatched 3\n"
@@ -196,3 +206,14 @@ def test_records_from_several_threads_lose_no_line(make):
     for first in (1000, 2000, 3000):
         for step in range(first, first + 50):
             assert f"step {step}\n" in out.getvalue()
+
+
+def test_failures_stand_at_the_end_of_the_step_line():
+    out = io.StringIO()
+    sink = ConsoleSink(plain(out))
+    troubles = {"selector/failures": 3, "engine/preemptions": 1200, "metrics/sink_errors": 0}
+    speculation = {"rollout/accepted_length": 2.41, "selector/draft_length_mean": 3.1}
+    sink.write("step", {"step": 1, "metrics": METRICS | speculation | troubles})
+    (line,) = out.getvalue().splitlines()
+    assert "accepted length 2.41  draft length 3.10" in line
+    assert line.endswith("3 selector failures, 1,200 preemptions")

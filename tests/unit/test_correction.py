@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import CorrectionConfig, load_config
-from paceline.policy.correction import HISTOGRAM_EDGES, Ratios, correct, diagnose, gaps_by_engine, histogram, weights, worst_tokens
+from paceline.learner.correction import (
+    HISTOGRAM_EDGES,
+    Ratios,
+    correct,
+    diagnose,
+    gaps_by_engine,
+    histogram,
+    weights,
+    worst_tokens,
+)
 from paceline.types import Sample
 
 KINDS = get_args(CorrectionConfig.model_fields["kind"].annotation)
@@ -165,7 +174,9 @@ def test_corrected_samples_carry_the_learners_logp_and_the_weight_of_their_own_t
     samples = [sample_of([-1.0]), sample_of([]), sample_of([-1.0, -3.0])]
     learner_logp = [np.array(row, np.float32) for row in ([-1.5], [], [-1.0, -2.0])]
     first, empty, last = correct(samples, learner_logp, config("token-tis"))
-    assert first.old_logp is not None and first.weight is not None and last.weight is not None and empty.weight is not None
+    assert (
+        first.old_logp is not None and first.weight is not None and last.weight is not None and empty.weight is not None
+    )
     assert first.old_logp.tolist() == [-1.5]
     assert first.weight.tolist() == pytest.approx([math.exp(-0.5)])
     assert empty.weight.tolist() == []

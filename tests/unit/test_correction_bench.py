@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.bench.correction import ARMS, compare
-from paceline.bench.learning import Training
+from paceline.lab.bench.correction import ARMS, compare
+from paceline.lab.bench.learning import Training
 
 
 def trained(*finals: float) -> list[Training]:
@@ -13,7 +13,12 @@ def trained(*finals: float) -> list[Training]:
 @pytest.mark.parametrize(("corrected", "within"), [(0.66, 1.0), (0.60, 0.0)])
 def test_correction_is_within_the_spread_of_bf16_or_not(corrected: float, within: float) -> None:
     """BF16 seeds 0.66 to 0.70: mean 0.68, so 0.64 is the least that counts as the same."""
-    arms = {"bf16": trained(0.66, 0.68, 0.70), "fp8": trained(0.5), "fp8_tis": trained(0.69), "fp8_mis": trained(corrected)}
+    arms = {
+        "bf16": trained(0.66, 0.68, 0.70),
+        "fp8": trained(0.5),
+        "fp8_tis": trained(0.69),
+        "fp8_mis": trained(corrected),
+    }
     figures, spread = compare(arms)
     assert arms.keys() == ARMS.keys()
     assert figures["accuracy_bf16"] == pytest.approx(0.68) and spread["accuracy_bf16"] == pytest.approx(0.04)

@@ -1,4 +1,5 @@
-"""The cost model must keep the ratios between draft lengths right on a machine that drifts, and follow a changed drafter."""
+"""The cost model must keep the ratios between draft lengths right on a machine that drifts, and follow a changed
+drafter."""
 
 from __future__ import annotations
 
@@ -10,9 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.config import Config
-from paceline.session import check_costs
-from paceline.strategy.cost import COSTS, Acceptance, CostModel, CostPoint, Costs, Step, StepTime, load_costs, save_costs
+from paceline.selector.cost import (
+    COSTS,
+    Acceptance,
+    CostModel,
+    Step,
+    StepTime,
+)
+from paceline.selector.cost_file import CostPoint, Costs, load_costs, save_costs
 from stepping_engine import GOOD, USELESS, SteppingEngine, cpu, gpu
 
 STEP = Step(
@@ -94,13 +100,16 @@ def test_features_by_hand() -> None:
 def test_one_very_slow_step_changes_nothing_that_matters() -> None:
     model = trained(SteppingEngine(cpu, GOOD, seed=2))
     before = ratio(model, 16, 3), model.step_time.seconds(16, 64, 3, 3, 3200)
-    model.observe(replace(STEP, num_requests=16, verified=3, drafted=3, proposed_at=(16, 16, 16), seconds=100 * before[1]))
+    model.observe(
+        replace(STEP, num_requests=16, verified=3, drafted=3, proposed_at=(16, 16, 16), seconds=100 * before[1])
+    )
     assert ratio(model, 16, 3) == pytest.approx(before[0], rel=0.02)
     assert model.step_time.seconds(16, 64, 3, 3, 3200) == pytest.approx(before[1], rel=0.1)
 
 
 def test_slower_machine_is_not_read_as_dearer_drafts() -> None:
-    """Only draft length 5 is seen while the machine slows down by 30 %; the other lengths must be taken to have slowed down too."""
+    """Only draft length 5 is seen while the machine slows down by 30 %; the other lengths must be taken to have slowed
+    down too."""
     engine = SteppingEngine(cpu, GOOD, seed=3, drift=0.0)
     model = trained(engine)
     before, seconds = ratio(model, 8, 5), model.step_time.seconds(8, 48, 5, 5, 1600)
@@ -112,7 +121,8 @@ def test_slower_machine_is_not_read_as_dearer_drafts() -> None:
 
 
 def test_doubt_stays_bounded_and_covariance_sound_over_a_long_run() -> None:
-    """Ten thousand steps at one place: doubt about all other places must not grow without limit, nor rounding break the filter."""
+    """Ten thousand steps at one place: doubt about all other places must not grow without limit, nor rounding break the
+    filter."""
     model = CostModel(7)
     for i in range(10_000):
         model.observe(replace(STEP, seconds=0.1 * (1 + 0.1 * math.sin(i))))
@@ -205,7 +215,8 @@ def test_acceptance_gradient_agrees_with_finite_differences() -> None:
 
 
 def test_deviation_covers_the_error() -> None:
-    """Optimism by deviations is worth nothing if they are too small: at least two thirds of the errors within two of them."""
+    """Optimism by deviations is worth nothing if they are too small: at least two thirds of the errors within two of
+    them."""
     inside = []
     for seed in range(6):
         engine = SteppingEngine(cpu, GOOD, seed=seed)
@@ -223,7 +234,12 @@ def test_deviation_covers_the_error() -> None:
 def test_cost_file_comes_back_and_teaches_ratios(tmp_path: Path) -> None:
     points = tuple(
         CostPoint(
-            num_requests=b, verified=k, drafted=k, context_tokens=200 * b, seconds=cpu(b, b * (k + 1), k, k, 200 * b), num_steps=20
+            num_requests=b,
+            verified=k,
+            drafted=k,
+            context_tokens=200 * b,
+            seconds=cpu(b, b * (k + 1), k, k, 200 * b),
+            num_steps=20,
         )
         for b in (1, 8, 32, 64)
         for k in (0, 1, 3, 5, 7)
@@ -234,19 +250,11 @@ def test_cost_file_comes_back_and_teaches_ratios(tmp_path: Path) -> None:
     model = CostModel(7, costs)
     for b in (1, 4, 16, 64):
         for k in (1, 4, 7):
-            assert ratio(model, b, k) == pytest.approx(cpu(b, b * (k + 1), k, k, 200 * b) / cpu(b, b, 0, 0, 200 * b), rel=0.1)
+            assert ratio(model, b, k) == pytest.approx(
+                cpu(b, b * (k + 1), k, k, 200 * b) / cpu(b, b, 0, 0, 200 * b), rel=0.1
+            )
     model.acceptance.refresh()
     assert model.acceptance.accepted_length[-1] == pytest.approx(4.29, rel=0.1)
-
-
-@pytest.mark.parametrize("text", ["{", '{"points": [], "speed": 1}', '{"format": "other", "points": []}'])
-def test_wrong_cost_file_is_named(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "costs.json"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"selector\.costs: .* is not a cost file"):
-        load_costs(file)
-    with pytest.raises(ValueError, match=r"selector\.costs: got .*absent"):
-        load_costs(tmp_path / "absent")
 
 
 def test_observing_is_cheap() -> None:
@@ -259,14 +267,3 @@ def test_observing_is_cheap() -> None:
             model.observe(STEP)
         best = min(best, (time.process_time() - start) / 200)
     assert best < 100e-6
-
-
-def test_costs_of_another_precision_are_refused_before_a_run(tmp_path: Path) -> None:
-    """They would send the selector to the wrong length until it has unlearnt them."""
-    point = CostPoint(num_requests=1, verified=0, drafted=0, context_tokens=0, seconds=1.0, num_steps=1)
-    save_costs(tmp_path / "costs.json", Costs(points=(point,)))
-    selector = {"kind": "measured", "costs": str(tmp_path / "costs.json")}
-    speculation = {"drafter": {"kind": "ngram"}, "selector": selector}
-    check_costs(Config.model_validate({"speculation": speculation}))
-    with pytest.raises(ValueError, match=r"rollout\.engine\.weights=fp8"):
-        check_costs(Config.model_validate({"speculation": speculation, "rollout": {"engine": {"weights": "fp8"}}}))

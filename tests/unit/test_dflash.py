@@ -15,16 +15,16 @@ from speculators.models.dflash import DFlashDraftModel
 from transformers import Qwen3Config
 
 from drafter_cases import guessed_logits, make_documents, make_drafter, policy_config
-from paceline.draft import lesson
-from paceline.draft.dflash import make_config
-from paceline.draft.lesson import Document
+from paceline.drafters import packing
+from paceline.drafters.dflash import make_config
+from paceline.drafters.packing import Document
 
 STEPS = 5
 
 
 def speculators_logits(drafter: Any, documents: list[Document]) -> torch.Tensor:
-    """The slow twin: speculators' forward pass with its dense mask, [anchors, slots, vocabulary]. A window wider than any document
-    keeps its slots from seeing later ones."""
+    """The slow twin: speculators' forward pass with its dense mask, [anchors, slots, vocabulary]. A window wider than
+    any document keeps its slots from seeing later ones."""
     config = copy.deepcopy(drafter.config)
     config.block_size = STEPS + 1
     layer = config.transformer_layer_config
@@ -39,7 +39,13 @@ def speculators_logits(drafter: Any, documents: list[Document]) -> torch.Tensor:
     for index, document in enumerate([*documents, padding]):
         position = np.arange(len(document.token_ids))
         is_anchor = (position >= document.num_prompt_tokens) & (position < len(position) - 1)
-        row = (document.taps.reshape(len(position), -1), document.token_ids, is_anchor, np.full(len(position), index), position)
+        row = (
+            document.taps.reshape(len(position), -1),
+            document.token_ids,
+            is_anchor,
+            np.full(len(position), index),
+            position,
+        )
         for column, values in zip(columns, row, strict=True):
             column.append(values)
     taps, tokens, anchors, ids, positions = (torch.from_numpy(np.concatenate(column))[None] for column in columns)
@@ -58,8 +64,9 @@ def speculators_logits(drafter: Any, documents: list[Document]) -> torch.Tensor:
 
 @pytest.mark.parametrize("block_scores", [1 << 20, 40, 1])
 def test_every_slot_equals_speculators_forward_pass(block_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A context that reaches one position too far shows the drafter the answer: it would learn to copy, and fail in the engine."""
-    monkeypatch.setattr(lesson, "_BLOCK_SCORES", block_scores)
+    """A context that reaches one position too far shows the drafter the answer: it would learn to copy, and fail in the
+    engine."""
+    monkeypatch.setattr(packing, "_BLOCK_SCORES", block_scores)
     documents = make_documents([(3, 9), (1, 4), (6, 2), (2, 13)])
     drafter = make_drafter("dflash")
     expected_ABV = speculators_logits(drafter, documents)

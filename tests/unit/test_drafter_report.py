@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from paceline.cli import main
-from paceline.evidence.drafter import (
+from paceline.report.drafter import (
     DOING,
     drafter_rows,
     draw_acceptance,
@@ -25,13 +25,14 @@ from paceline.evidence.drafter import (
     updates_of,
     window_of,
 )
-from paceline.evidence.report import write_report
-from paceline.evidence.summary import Span, StepPlaces, read_run
+from paceline.report.recorded import SlotSpan, StepSlots, read_run
+from paceline.report.run import write_report
 
 STEP_S = 10.0
 ALPHA = [2.0, 2.0, 2.2, 2.4, 3.0, 3.0]
 
-# Of each step of 10 s engine a generates 8 s; b is done after 3 s, trains from 4 to 7.625 s, is called back and generates again.
+# Of each step of 10 s engine a generates 8 s; b is done after 3 s, trains from 4 to 7.625 s, is called back and
+# generates again.
 SPANS = [
     ("a", "generate", 0.0, 8.0),
     ("a", "idle", 8.0, 10.0),
@@ -68,10 +69,17 @@ def write_run(
     metrics: dict[int, dict[str, float]] | None = None,
 ) -> Path:
     """A speculative run; `metrics` are added to those of a step."""
-    lines: list[dict[str, Any]] = [{"kind": "run", "config": {"run": {"steps": len(alpha)}}, "environment": {}, "started": "now"}]
+    lines: list[dict[str, Any]] = [
+        {"kind": "run", "config": {"run": {"steps": len(alpha)}}, "environment": {}, "started": "now"}
+    ]
     for step, accepted in enumerate(alpha, start=1):
         begin_s = (step - 1) * STEP_S
-        columns = {"engine": [0, 1], "start_s": [begin_s, begin_s], "end_s": [begin_s + 8, begin_s + 3], "length": [80, 30]}
+        columns = {
+            "engine": [0, 1],
+            "start_s": [begin_s, begin_s],
+            "end_s": [begin_s + 8, begin_s + 3],
+            "length": [80, 30],
+        }
         lines.append({"kind": "rollouts", "step": step, "engines": ["a", "b"], **columns, "reward": [0.0, 1.0]})
         values = {"time/step": STEP_S, "time/generation": 8.0, "reward/mean": 0.5}
         if np.isfinite(accepted):
@@ -82,7 +90,9 @@ def write_run(
             lines.append({"kind": "places", "step": step, "time_s": begin_s + STEP_S, "spans": moved})
         values |= (metrics or {}).get(step, {})
         lines.append({"kind": "step", "step": step, "time_s": begin_s + STEP_S, "metrics": values})
-        lines += [{"kind": "event", "time_s": begin_s + 9, **event} for event in events if training and event["step"] == step]
+        lines += [
+            {"kind": "event", "time_s": begin_s + 9, **event} for event in events if training and event["step"] == step
+        ]
     path.mkdir(parents=True, exist_ok=True)
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -158,7 +168,10 @@ def test_engine_names_cannot_become_markup_in_the_timeline(tmp_path: Path):
 
 
 def lines_of(axes: Axes) -> dict[str, tuple[list[float], ...]]:
-    return {str(line.get_label()): tuple(column.tolist() for column in np.asarray(line.get_data())) for line in axes.get_lines()}
+    return {
+        str(line.get_label()): tuple(column.tolist() for column in np.asarray(line.get_data()))
+        for line in axes.get_lines()
+    }
 
 
 def test_curve_is_of_the_run_it_is_named_after_and_has_gaps(tmp_path: Path):
@@ -186,13 +199,17 @@ def test_two_runs_are_compared_at_the_last_steps_that_both_have(tmp_path: Path):
     assert ratio_at_end(frozen, online) == pytest.approx(1 / 1.5)
 
 
-def test_against_draws_both_curves_also_for_runs_that_trained_no_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_against_draws_both_curves_also_for_runs_that_trained_no_drafter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     one = write_run(tmp_path / "long drafts", training=False)
     two = write_run(tmp_path / "short drafts", alpha=[1.5] * 8, training=False)
     assert main(["report", str(one), "--against", str(two)]) == 0
     page = Path(capsys.readouterr().out.strip()).read_text()
     assert page.count("<svg") == 7
-    assert "Accepted length rose from 2.00 to 3.00; at the end it is 1.60 times that of short drafts" in page  # 2.4 of 1.5
+    assert (
+        "Accepted length rose from 2.00 to 3.00; at the end it is 1.60 times that of short drafts" in page
+    )  # 2.4 of 1.5
     assert ">long drafts</text>" in page
     assert ">short drafts</text>" in page
 
@@ -206,7 +223,9 @@ def test_two_runs_of_one_name_can_be_told_apart(tmp_path: Path):
 
 def test_comparison_with_a_run_without_speculation_is_refused(tmp_path: Path):
     ours, plain = write_run(tmp_path / "ours"), write_run(tmp_path / "plain", alpha=[float("nan")] * 3, training=False)
-    with pytest.raises(ValueError, match="against: got plain, which has no accepted length; must be a run with speculation"):
+    with pytest.raises(
+        ValueError, match="against: got plain, which has no accepted length; must be a run with speculation"
+    ):
         write_report(ours, against=plain)
     with pytest.raises(ValueError, match="run: got plain, which has no accepted length"):
         write_report(plain, against=ours)
@@ -228,9 +247,9 @@ def seen(axes: Axes, engine: str, at_s: float) -> list[str]:
 
 
 def drawn(spans: list[tuple[str, str, float, float]]) -> Axes:
-    made = [Span(engine=engine, doing=doing, begin_s=begin, end_s=end) for engine, doing, begin, end in spans]
+    made = [SlotSpan(engine=engine, doing=doing, begin_s=begin, end_s=end) for engine, doing, begin, end in spans]
     axes = new_axes()
-    draw_places(axes, [StepPlaces(step=1, spans=tuple(made))])
+    draw_places(axes, [StepSlots(step=1, spans=tuple(made))])
     return axes
 
 
@@ -251,7 +270,9 @@ def test_timeline_shows_every_span_in_the_row_of_its_engine_and_in_its_colour():
         ),  # the others are alike
         (lambda engine, doing, begin, end: (engine, {"train": "idle"}.get(doing, doing), begin, end), 1),
         (
-            lambda engine, doing, begin, end: (engine, doing, begin, end) if doing != "waking" else (engine, doing, end, end + 0.2),
+            lambda engine, doing, begin, end: (
+                (engine, doing, begin, end) if doing != "waking" else (engine, doing, end, end + 0.2)
+            ),
             2,
         ),
     ],
@@ -275,7 +296,10 @@ def test_spans_of_an_unknown_kind_are_not_left_out_silently():
 
 def test_window_lies_around_the_chosen_step_or_one_of_median_training():
     train_s = {1: 0.0, 2: 0.0, 3: 1.0, 4: 9.0, 5: 2.0, 6: 0.0}
-    places = [StepPlaces(step=step, spans=(Span(engine="a", doing="train", begin_s=0.0, end_s=s),)) for step, s in train_s.items()]
+    places = [
+        StepSlots(step=step, spans=(SlotSpan(engine="a", doing="train", begin_s=0.0, end_s=s),))
+        for step, s in train_s.items()
+    ]
     steps = lambda step: [chosen.step for chosen in window_of(places, step)]  # noqa: E731
     assert steps(None) == [4, 5, 6]
     assert [steps(step) for step in (1, 3, 6)] == [[1, 2, 3], [2, 3, 4], [4, 5, 6]]
@@ -313,7 +337,9 @@ def test_only_refused_updates_are_not_called_a_gain(tmp_path: Path):
 
 
 def test_table_weighs_idle_time_by_seconds_and_finds_the_slowest_recall(tmp_path: Path):
-    metrics = {3: {"draft/leasable_s": 80.0, "draft/training_s": 70.0, "draft/recall_max_ms": 143.0, "draft/num_recalls": 5.0}}
+    metrics = {
+        3: {"draft/leasable_s": 80.0, "draft/training_s": 70.0, "draft/recall_max_ms": 143.0, "draft/num_recalls": 5.0}
+    }
     assert drafter_rows(read_run(write_run(tmp_path, metrics=metrics))) == [
         ("Idle engine time used for training", "85 %, 85 of 100 s"),  # the mean of the steps' shares would be 77 %
         ("Leases recalled", "10"),

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from paceline.config import DriftConfig
-from paceline.draft.drift import DriftWatch, LostDrafter, Remedy, judge
+from paceline.drafters.drift import DriftMonitor, LostDrafter, Remedy, judge
 
 CONFIG = DriftConfig(noise=0.01, horizon_steps=5, heldout_tokens=1000)
 
@@ -16,50 +16,50 @@ def verdict(before: float, after: float):
     return judge(before=before, after=after, num_tokens=1000, config=CONFIG)
 
 
-def trained(watch: DriftWatch, before: float, after: float, cost_s: float = 1.0) -> None:
-    watch.note_update(verdict(before, after), cost_s)
+def trained(monitor: DriftMonitor, before: float, after: float, cost_s: float = 1.0) -> None:
+    monitor.note_update(verdict(before, after), cost_s)
 
 
 def test_nothing_is_trained_before_anything_is_measured() -> None:
-    assert not DriftWatch(CONFIG).decide().train
+    assert not DriftMonitor(CONFIG).decide().train
 
 
 def test_the_first_update_is_tried_because_its_gain_is_not_known() -> None:
     """A drafter that knows nothing shows no drift: waiting for one would leave it untrained for ever."""
-    watch = DriftWatch(CONFIG)
-    watch.observe(1.0, 10.0)
-    decision = watch.decide()
+    monitor = DriftMonitor(CONFIG)
+    monitor.observe(1.0, 10.0)
+    decision = monitor.decide()
     assert decision.train and decision.drift == 0
 
 
 def test_training_goes_on_while_it_gains_and_ends_when_it_does_not() -> None:
-    watch = DriftWatch(CONFIG)
-    watch.observe(1.5, 10.0)
-    trained(watch, 1.5, 1.8)
-    watch.observe(1.8, 9.0)
-    assert watch.decide().train, "an update that won a fifth promises another gain"
-    trained(watch, 1.8, 1.805)
-    watch.observe(1.8, 9.0)
-    decision = watch.decide()
+    monitor = DriftMonitor(CONFIG)
+    monitor.observe(1.5, 10.0)
+    trained(monitor, 1.5, 1.8)
+    monitor.observe(1.8, 9.0)
+    assert monitor.decide().train, "an update that won a fifth promises another gain"
+    trained(monitor, 1.8, 1.805)
+    monitor.observe(1.8, 9.0)
+    decision = monitor.decide()
     assert not decision.train and decision.why == "acceptance holds"
 
 
 def test_a_frozen_drafter_that_holds_is_left_alone_through_noise() -> None:
-    watch = DriftWatch(DriftConfig(noise=0.03))
-    watch.observe(3.0, 10.0)
-    trained(watch, 3.0, 3.0)
+    monitor = DriftMonitor(DriftConfig(noise=0.03))
+    monitor.observe(3.0, 10.0)
+    trained(monitor, 3.0, 3.0)
     for step in range(36):
-        watch.observe(3.0 + (0.05 if step % 2 else -0.05), 10.0)
-        assert not watch.decide().train, step
+        monitor.observe(3.0 + (0.05 if step % 2 else -0.05), 10.0)
+        assert not monitor.decide().train, step
 
 
 def test_drift_is_seen_and_its_figures_say_so() -> None:
-    watch = DriftWatch(CONFIG)
-    watch.observe(3.0, 10.0)
-    trained(watch, 3.0, 3.0, cost_s=2.0)
+    monitor = DriftMonitor(CONFIG)
+    monitor.observe(3.0, 10.0)
+    trained(monitor, 3.0, 3.0, cost_s=2.0)
     for _ in range(8):
-        watch.observe(2.4, 10.0)
-    decision = watch.decide()
+        monitor.observe(2.4, 10.0)
+    decision = monitor.decide()
     assert decision.train and decision.why == "gain exceeds cost"
     assert 2.4 < decision.accepted_length < 2.43 and 2.75 < decision.baseline < 3.0
     gain = decision.baseline / decision.accepted_length - 1
@@ -71,40 +71,40 @@ def test_drift_is_seen_and_its_figures_say_so() -> None:
 
 def test_an_update_that_costs_more_than_it_gains_is_not_made() -> None:
     """Inline training of a short phase: a fifth of 1 s over 5 steps does not pay for 10 s."""
-    watch = DriftWatch(CONFIG)
-    watch.observe(3.0, 1.0)
-    trained(watch, 3.0, 3.6, cost_s=10.0)
-    watch.observe(3.0, 1.0)
-    decision = watch.decide()
+    monitor = DriftMonitor(CONFIG)
+    monitor.observe(3.0, 1.0)
+    trained(monitor, 3.0, 3.6, cost_s=10.0)
+    monitor.observe(3.0, 1.0)
+    decision = monitor.decide()
     assert not decision.train and decision.why == "cost exceeds gain"
     assert 0 < decision.expected_gain_s < decision.cost_s
 
 
 def test_a_fall_that_training_does_not_mend_is_not_trained_against_for_ever() -> None:
     """Harder prompts lower acceptance too; without this every step from then on would train for nothing."""
-    watch = DriftWatch(CONFIG)
-    watch.observe(3.0, 10.0)
-    trained(watch, 3.0, 3.0)
+    monitor = DriftMonitor(CONFIG)
+    monitor.observe(3.0, 10.0)
+    trained(monitor, 3.0, 3.0)
     for _ in range(8):
-        watch.observe(2.0, 10.0)
-    assert watch.decide().train
-    trained(watch, 2.0, 2.0)
+        monitor.observe(2.0, 10.0)
+    assert monitor.decide().train
+    trained(monitor, 2.0, 2.0)
     for _ in range(5):
-        watch.observe(2.0, 10.0)
-        assert not watch.decide().train
+        monitor.observe(2.0, 10.0)
+        assert not monitor.decide().train
     for _ in range(8):
-        watch.observe(1.5, 10.0)
-    assert watch.decide().train, "a further fall is a new reason"
+        monitor.observe(1.5, 10.0)
+    assert monitor.decide().train, "a further fall is a new reason"
 
 
 def test_the_baseline_rises_at_once_and_falls_slowly() -> None:
-    watch = DriftWatch(CONFIG)
-    watch.observe(2.0, 1.0)
+    monitor = DriftMonitor(CONFIG)
+    monitor.observe(2.0, 1.0)
     for _ in range(20):
-        watch.observe(3.0, 1.0)
-    assert watch.decide().baseline == pytest.approx(3.0, rel=1e-3)
-    watch.observe(2.0, 1.0)
-    assert watch.decide().baseline > 2.97
+        monitor.observe(3.0, 1.0)
+    assert monitor.decide().baseline == pytest.approx(3.0, rel=1e-3)
+    monitor.observe(2.0, 1.0)
+    assert monitor.decide().baseline > 2.97
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,8 @@ def test_the_baseline_rises_at_once_and_falls_slowly() -> None:
 def test_only_what_is_better_on_enough_heldout_tokens_is_published(
     before: float, after: float, num_tokens: int, publish: bool
 ) -> None:
-    """A drafter that training has ruined, or that is better by chance on a dozen tokens, would slow every engine down."""
+    """A drafter that training has ruined, or that is better by chance on a dozen tokens, would slow every engine
+    down."""
     assert judge(before=before, after=after, num_tokens=num_tokens, config=CONFIG).publish is publish
 
 

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from drafter_cases import make_drafter, policy_config
 from paceline import cli
-from paceline.draft.checkpoint import preflight, save
-from paceline.draft.export import export_drafter
-from paceline.draft.provenance import Provenance, read_provenance, write_evaluation, write_provenance
-from paceline.draft.trainer import Evaluation
+from paceline.drafters.checkpoint import preflight, save
+from paceline.drafters.export import export_drafter
+from paceline.drafters.provenance import Provenance, read_provenance, write_evaluation, write_provenance
+from paceline.drafters.trainer import Evaluation
 
 EVALUATION = Evaluation(overlap=(0.91, 0.82), divergence=(0.1, 0.2), accepted_length=(1.9, 2.64), num_tokens=12_109)
 PROVENANCE = Provenance(
@@ -43,7 +43,9 @@ def test_the_export_is_the_same_drafter_and_fits_the_same_policy(kind: str, tmp_
     assert cli.main(["export", "drafter", str(source), str(tmp_path / "out")]) == 0
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
     preflight(tmp_path / "out", policy, kind=kind, max_model_len=64)
     assert not list(tmp_path.glob(".*")), "nothing half-written is left"
 
@@ -66,9 +68,8 @@ def test_the_card_states_acceptance_data_provenance_and_how_to_serve(tmp_path: P
     ):
         assert fact in text
     assert "| RL steps followed | 40:" in text
-    assert (
-        """vllm serve POLICY --speculative-config '{"method": "dflash", "model": "DRAFTER", "num_speculative_tokens": 7}'""" in text
-    )
+    served = '{"method": "dflash", "model": "DRAFTER", "num_speculative_tokens": 7}'
+    assert f"vllm serve POLICY --speculative-config '{served}'" in text
     assert read_provenance(tmp_path / "out") == PROVENANCE
 
 

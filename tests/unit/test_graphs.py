@@ -1,12 +1,14 @@
-"""Graph memory must grow as TLT measured it, and a plan must stay inside its budget without giving up plain decoding."""
+"""Graph memory must grow as TLT measured it, and a plan must stay inside its budget without giving up plain
+decoding."""
 
 from __future__ import annotations
 
 import pytest
 
-from paceline.strategy.graphs import GraphMemory, batch_grid, pairs_below, plan_capture
+from paceline.selector.graphs import GraphMemory, batch_grid, pairs_below, plan_capture
 
-# TLT, CUDA-graph memory in GB: one strategy, four strategies at every batch size, four strategies in buckets of batch sizes.
+# TLT, CUDA-graph memory in GB: one strategy, four strategies at every batch size, four strategies in buckets of batch
+# sizes.
 ONE, NAIVE, BUCKETED = 7.81, 30.39, 10.69
 STRATEGIES = (1, 3, 5, 7)
 
@@ -18,8 +20,8 @@ def tlt_memory() -> GraphMemory:
 
 
 def test_memory_model_grows_as_tlt_measured() -> None:
-    """The first two figures fix the model, the third checks it within 10 %. The paper's buckets are not known to us: a range of
-    batch sizes per strategy, neighbours sharing the size at which they meet, is an assumption."""
+    """The first two figures fix the model, the third checks it within 10 %. The paper's buckets are not known to us: a
+    range of batch sizes per strategy, neighbours sharing the size at which they meet, is an assumption."""
     memory, grid = tlt_memory(), batch_grid(64)
     assert memory.gigabytes((n, 7) for n in grid) == pytest.approx(ONE)
     assert memory.gigabytes((n, k) for n in grid for k in STRATEGIES) == pytest.approx(NAIVE)

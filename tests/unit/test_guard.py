@@ -1,17 +1,16 @@
 """The guard's ladder: the right answer to each kind of fault, none to ordinary noise, and the way back."""
 
-import json
 import math
 from collections.abc import Iterable
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from paceline.config import CorrectionConfig, GuardConfig, load_config
-from paceline.policy.correction import EngineGap
-from paceline.policy.guard import Decision, Rung, State, decide, least_correction, save_batch
+from paceline.files import verify_checksums
+from paceline.learner.correction import EngineGap
+from paceline.learner.guard import GuardDecision, GuardState, Rung, decide, least_correction, save_batch
 from paceline.types import Sample
 
 CONFIG = GuardConfig(calibration_steps=4, hold_steps=3, max_pushes=2)
@@ -22,9 +21,9 @@ def gap(k3: float, *, num_tokens: int = 5000, num_not_finite: int = 0) -> Engine
     return EngineGap(num_tokens=num_tokens, num_not_finite=num_not_finite, k3=k3)
 
 
-def calm_state(k3: float = CLEAN, num_engines: int = 2, seed: int = 0) -> State:
+def calm_state(k3: float = CLEAN, num_engines: int = 2, seed: int = 0) -> GuardState:
     """After some ordinary steps, which scatter by 20 %."""
-    random, state = np.random.default_rng(seed), State()
+    random, state = np.random.default_rng(seed), GuardState()
     for _ in range(8):
         gaps = {f"engine-{i}": gap(k3 * math.exp(0.2 * random.normal())) for i in range(num_engines)}
         state, decision = decide(state, gaps, CONFIG)
@@ -33,16 +32,20 @@ def calm_state(k3: float = CLEAN, num_engines: int = 2, seed: int = 0) -> State:
     return state
 
 
-def play(state: State, steps: Iterable[tuple[float, ...]], *, can_raise: bool = False) -> tuple[State, list[Decision]]:
+def play(
+    state: GuardState, steps: Iterable[tuple[float, ...]], *, can_raise: bool = False
+) -> tuple[GuardState, list[GuardDecision]]:
     """Steps given by the k3 of each engine."""
     decisions = []
     for k3s in steps:
-        state, decision = decide(state, {f"engine-{i}": gap(k3) for i, k3 in enumerate(k3s)}, CONFIG, can_raise=can_raise)
+        state, decision = decide(
+            state, {f"engine-{i}": gap(k3) for i, k3 in enumerate(k3s)}, CONFIG, can_raise=can_raise
+        )
         decisions.append(decision)
     return state, decisions
 
 
-def rungs(decisions: Iterable[Decision]) -> list[str]:
+def rungs(decisions: Iterable[GuardDecision]) -> list[str]:
     return [decision.rung.words for decision in decisions]
 
 
@@ -69,7 +72,7 @@ def test_one_engine_that_jumps_is_a_broken_sync_long_before_it_is_large() -> Non
 
 
 def test_a_broken_engine_is_found_in_a_run_that_was_never_calm() -> None:
-    _, decisions = play(State(), [(3e-3, 4e-2)])
+    _, decisions = play(GuardState(), [(3e-3, 4e-2)])
     assert decisions[0].rung == Rung.SKIP and decisions[0].engines == ("engine-1",)
 
 
@@ -85,7 +88,9 @@ def test_before_it_stops_a_fleet_in_fp8_is_started_again_in_full_precision() -> 
 
 
 def test_precision_is_raised_after_two_hot_steps_and_lowered_after_calm_ones() -> None:
-    state, decisions = play(calm_state(1e-3), [(0.05, 0.06)] * 2 + [(CLEAN, CLEAN)] * 3 + [(1e-3, 1e-3)], can_raise=True)
+    state, decisions = play(
+        calm_state(1e-3), [(0.05, 0.06)] * 2 + [(CLEAN, CLEAN)] * 3 + [(1e-3, 1e-3)], can_raise=True
+    )
     assert rungs(decisions) == ["mask", "raise precision", "observe", "observe", "observe", "observe"]
     assert [decision.precision for decision in decisions] == [None, "raise", None, None, "lower", None]
     assert not state.raised
@@ -171,7 +176,7 @@ def test_a_saved_batch_can_be_read_without_pickle_and_checked(tmp_path: Path) ->
         rollout_key=(4, 1),
     )
     file = save_batch(tmp_path / "stopped", [sample, sample], [np.zeros(2, np.float32)] * 2)
-    assert json.loads((tmp_path / "stopped" / "checksums.json").read_text()) == {"batch.npz": sha256(file.read_bytes()).hexdigest()}
+    assert verify_checksums(tmp_path / "stopped")
     with np.load(file, allow_pickle=False) as saved:
         assert saved["token_ids"].tolist() == [*range(5), *range(5)]
         assert saved["engine"].tolist() == ["engine-1"] * 2

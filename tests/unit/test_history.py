@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.draft import share as share_module
-from paceline.draft.history import MAX_GAP, MAX_PLACES, History, Record
-from paceline.draft.share import Share, decode, encode
+from paceline.drafters import history_exchange as exchange_module
+from paceline.drafters.history import MAX_GAP, MAX_PLACES, History, Record
+from paceline.drafters.history_exchange import HistoryExchange, decode, encode
 
 MIN_MATCH, MAX_MATCH, DRAFT_LENGTH, MAX_ROWS, WIDTH = 2, 6, 3, 6, 64
 
@@ -39,7 +39,9 @@ class SlowHistory:
     def hang(self, request: int, index: int) -> None:
         tokens = self.rollouts[request]
         if index + 1 >= MIN_MATCH:
-            self.chains[self.prompts[request], tuple(tokens[index + 1 - MIN_MATCH : index + 1])].append((request, index))
+            self.chains[self.prompts[request], tuple(tokens[index + 1 - MIN_MATCH : index + 1])].append(
+                (request, index)
+            )
 
     def observe(self, request: int, prompt: list[int], tokens: list[int]) -> None:
         if request not in self.rollouts:
@@ -57,7 +59,9 @@ class SlowHistory:
         for gap in range(MAX_GAP + 1):
             cut = context[: len(context) - gap]
             places = []
-            for request, index in reversed(self.chains[prompt, tuple(cut[-MIN_MATCH:])] if len(cut) >= MIN_MATCH else []):
+            for request, index in reversed(
+                self.chains[prompt, tuple(cut[-MIN_MATCH:])] if len(cut) >= MIN_MATCH else []
+            ):
                 tokens, end = self.rollouts[request], index + gap
                 if end + 1 >= len(tokens):
                     continue
@@ -158,7 +162,8 @@ def test_many_agreeing_rollouts_outvote_a_slightly_longer_match() -> None:
 
 
 def test_newer_rollouts_replace_older_ones() -> None:
-    """The policy has moved: after MAX_PLACES rollouts that say something else, what it said before must be forgotten."""
+    """The policy has moved: after MAX_PLACES rollouts that say something else, what it said before must be
+    forgotten."""
     history = make_history()
     for _ in range(MAX_PLACES):
         replay(history, [1, 2, 3], [10, 11, 12])
@@ -211,7 +216,9 @@ def test_memory_is_bounded_and_the_oldest_leave() -> None:
 def test_rows_that_do_not_fit_are_refused(rows: int, length: int, width: int) -> None:
     """Compiled code would write past its arrays, and the worker would die of it or, worse, not."""
     with pytest.raises(ValueError, match="token_ids: got shape"):
-        make_history().propose(np.ones(rows, np.int64), np.full(rows, length, np.int32), np.zeros((rows, width), np.int32))
+        make_history().propose(
+            np.ones(rows, np.int64), np.full(rows, length, np.int32), np.zeros((rows, width), np.int32)
+        )
 
 
 def test_settings_that_cannot_match_are_refused() -> None:
@@ -248,31 +255,40 @@ def plain(found: list[Record]) -> list[tuple[int, int, list[int]]]:
     return [(record.prompt, record.num_context, record.token_ids.tolist()) for record in found]
 
 
-def make_share(directory: Path, capacity_mb: float = 1.0) -> Share:
-    return Share(directory, vocabulary_size=100, capacity_mb=capacity_mb)
+def make_exchange(directory: Path, capacity_mb: float = 1.0) -> HistoryExchange:
+    return HistoryExchange(directory, vocabulary_size=100, capacity_mb=capacity_mb)
 
 
 @pytest.fixture
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(share_module, "PERIOD_S", 0.0)
+    monkeypatch.setattr(exchange_module, "PERIOD_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_wait")
 def test_every_other_engine_gets_each_rollout_once(tmp_path: Path) -> None:
-    first, second = make_share(tmp_path), make_share(tmp_path)
+    first, second = make_exchange(tmp_path), make_exchange(tmp_path)
     first.put(records(3, 5))
     assert first.take() == [], "an engine does not read its own"
     assert plain(second.take()) == plain(records(3, 5))
     assert second.take() == []
-    assert plain(make_share(tmp_path).take()) == plain(records(3, 5)), "one that starts later too"
+    assert plain(make_exchange(tmp_path).take()) == plain(records(3, 5)), "one that starts later too"
 
 
 @pytest.mark.usefixtures("no_wait")
 def test_one_call_reads_one_file_and_files_are_small(tmp_path: Path) -> None:
-    first, second = make_share(tmp_path), make_share(tmp_path)
+    first, second = make_exchange(tmp_path), make_exchange(tmp_path)
     first.put(records(10_000, 10_000, 40_000))
     first.take()
     assert [[len(record.token_ids) for record in second.take()] for _ in range(4)] == [[10_000], [10_000], [40_000], []]
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_only_the_owner_can_read_what_engines_share(tmp_path: Path) -> None:
+    exchange = make_exchange(tmp_path / "shared")
+    exchange.put(records(5))
+    exchange.take()
+    (file,) = (tmp_path / "shared").iterdir()
+    assert (file.parent.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
 @pytest.mark.usefixtures("no_wait")
@@ -280,20 +296,22 @@ def test_damaged_files_are_skipped_and_counted(tmp_path: Path) -> None:
     whole = encode(records(5), 100)
     flipped = bytearray(whole)
     flipped[-3] ^= 1
-    for index, content in enumerate((b"", whole[:-2], bytes(flipped), b"something else", encode(records(5), 99), whole)):
+    for index, content in enumerate(
+        (b"", whole[:-2], bytes(flipped), b"something else", encode(records(5), 99), whole)
+    ):
         (tmp_path / f"{index}-x.rollouts").write_bytes(content)
-    share = make_share(tmp_path)
-    found = [record for _ in range(7) for record in share.take()]
+    exchange = make_exchange(tmp_path)
+    found = [record for _ in range(7) for record in exchange.take()]
     assert plain(found) == plain(records(5))
-    assert share.num_broken == 5
+    assert exchange.num_broken == 5
 
 
 @pytest.mark.usefixtures("no_wait")
 def test_the_directory_is_bounded(tmp_path: Path) -> None:
-    share = make_share(tmp_path, capacity_mb=0.1)
+    exchange = make_exchange(tmp_path, capacity_mb=0.1)
     for _ in range(20):
-        share.put(records(9_000))
-        share.take()
+        exchange.put(records(9_000))
+        exchange.take()
     sizes = [file.stat().st_size for file in tmp_path.iterdir()]
     assert 0 < sum(sizes) <= 0.1 * 2**20
     assert len(list(tmp_path.iterdir())) == 2

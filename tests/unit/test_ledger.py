@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.run.ledger import MAX_ATTEMPTS, Ledger
+from paceline.orchestrator.ledger import MAX_ATTEMPTS, Ledger
 from paceline.types import PacelineError, Prompt, Rollout, RolloutRequest
 
 PROMPT = Prompt(id="p", text="", token_ids=np.zeros(1, np.int32), row={})
@@ -13,7 +13,8 @@ PROMPT = Prompt(id="p", text="", token_ids=np.zeros(1, np.int32), row={})
 
 def open_group(ledger: Ledger, group_id: int, size: int, *, batch: int = 0, expected: float = 0.0) -> None:
     requests = [
-        RolloutRequest(group_id=group_id, index=i, prompt_ids=PROMPT.token_ids, max_tokens=1, temperature=1.0) for i in range(size)
+        RolloutRequest(group_id=group_id, index=i, prompt_ids=PROMPT.token_ids, max_tokens=1, temperature=1.0)
+        for i in range(size)
     ]
     ledger.open(batch=batch, prompt=PROMPT, requests=requests, expected_length=expected)
 
@@ -106,7 +107,9 @@ def test_no_order_of_events_loses_or_doubles_a_rollout(events):
             taken.append(request.key)
         elif what == "again" and taken:
             key = taken[which % len(taken)]
-            request = RolloutRequest(group_id=key[0], index=key[1], prompt_ids=PROMPT.token_ids, max_tokens=1, temperature=1.0)
+            request = RolloutRequest(
+                group_id=key[0], index=key[1], prompt_ids=PROMPT.token_ids, max_tokens=1, temperature=1.0
+            )
             assert not ledger.accept(finished(request, engine), engine)
         elif what == "lose" and losses < MAX_ATTEMPTS - 1:
             losses += 1

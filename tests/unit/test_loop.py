@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from paceline.config import Config, load_config
-from paceline.evidence.simulate import (
+from paceline.metrics import JsonlSink, Recorder, read_metrics
+from paceline.orchestrator.fleet import Fleet, Sampling
+from paceline.orchestrator.loop import Parts, train
+from paceline.orchestrator.members import Members
+from paceline.orchestrator.online_drafter import Off
+from paceline.plan.simulate import (
     SimulatedEngine,
     SimulatedLearner,
     SimulatedSender,
@@ -17,12 +22,15 @@ from paceline.evidence.simulate import (
     score_by_parity,
     simulated_prompts,
 )
-from paceline.metrics import JsonlSink, Recorder, read_metrics
-from paceline.run.fleet import Fleet, Sampling
-from paceline.run.loop import Parts, train
 from paceline.types import Group, PacelineError, Receipt, Sample
 
-SMALL = ["run.steps=3", "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.engine.max_num_seqs=4", "eval.every=0"]
+SMALL = [
+    "run.steps=3",
+    "rollout.prompts_per_step=8",
+    "rollout.group_size=4",
+    "rollout.engine.max_num_seqs=4",
+    "eval.every=0",
+]
 
 
 class CountingLearner(SimulatedLearner):
@@ -69,7 +77,7 @@ def simulate(
         ]
         wire = (sender or SimulatedSender)(engines=engines)
         parts = Parts(
-            engines=engines,
+            members=Members(engines),
             learner=learner,
             sender=wire,
             prompts=simulated_prompts(),
@@ -183,7 +191,7 @@ def test_an_unforeseen_error_of_an_engine_reaches_the_one_who_waits():
 
     async def work():
         engine = Broken(name="engine-0", length_of=lambda r: 1, max_num_seqs=1, seconds_per_token=0.01)
-        async with Fleet([engine], slots=1, on_lost=lambda *_: None) as fleet:
+        async with Fleet(Members([engine]), Off(), max_in_flight=1, on_lost=lambda *_: None) as fleet:
             await fleet.open(list_of_prompts(1), Sampling(group_size=1, temperature=1.0, max_tokens=4)).wait()
 
     with pytest.raises(RuntimeError, match="unforeseen"):
@@ -199,10 +207,16 @@ def test_a_lost_engine_is_closed_because_a_frozen_one_still_holds_memory():
 
     async def work():
         engines = [
-            Closing(name=f"e{i}", length_of=lambda r: 5, max_num_seqs=8, seconds_per_token=0.01, lose_at_s=0.02 if i == 0 else None)
+            Closing(
+                name=f"e{i}",
+                length_of=lambda r: 5,
+                max_num_seqs=8,
+                seconds_per_token=0.01,
+                lose_at_s=0.02 if i == 0 else None,
+            )
             for i in range(2)
         ]
-        async with Fleet(engines, slots=8, on_lost=lambda *_: None) as fleet:
+        async with Fleet(Members(engines), Off(), max_in_flight=8, on_lost=lambda *_: None) as fleet:
             await fleet.open(list_of_prompts(4), Sampling(group_size=2, temperature=1.0, max_tokens=9)).wait()
 
     run_virtual(work)
@@ -212,8 +226,11 @@ def test_a_lost_engine_is_closed_because_a_frozen_one_still_holds_memory():
 def test_least_loaded_engine_gets_the_next_rollout():
     async def work():
         counts = {}
-        engines = [SimulatedEngine(name=f"e{i}", length_of=lambda r: 5, max_num_seqs=8, seconds_per_token=0.01) for i in range(3)]
-        async with Fleet(engines, slots=8, on_lost=lambda *_: None) as fleet:
+        engines = [
+            SimulatedEngine(name=f"e{i}", length_of=lambda r: 5, max_num_seqs=8, seconds_per_token=0.01)
+            for i in range(3)
+        ]
+        async with Fleet(Members(engines), Off(), max_in_flight=8, on_lost=lambda *_: None) as fleet:
             groups = await fleet.open(list_of_prompts(6), Sampling(group_size=2, temperature=1.0, max_tokens=9)).wait()
         for group in groups:
             for rollout in group.rollouts:
@@ -240,7 +257,8 @@ def test_metrics_file_is_one_json_object_a_line(tmp_path):
 
 
 class DoubtingLearner(CountingLearner):
-    """Disagrees with one engine, or with all, from one step to another: by a fixed gap, or by NaN on the engine's side."""
+    """Disagrees with one engine, or with all, from one step to another: by a fixed gap, or by NaN on the engine's
+    side."""
 
     def __init__(self, gap: float, *, engines: Sequence[str], steps: range) -> None:
         super().__init__()
@@ -354,7 +372,9 @@ def test_scales_are_calibrated_after_every_update_and_before_the_first_batch(tmp
     config = load_config(None, [*SMALL, "rollout.engine.kv_cache=fp8"])
     records, learner = simulate(tmp_path, config, learner=CalibratedLearner(qk_norm=qk_norm))
     assert learner.calls == [(0, 0, 8), "update", (1, 32, 32), "update", (2, 32, 32), "update", (3, 32, 32)]
-    assert [len(batch) for batch in learner.batches] == [32, 32, 32], "prompts that were calibrated on are sampled as well"
+    assert [len(batch) for batch in learner.batches] == [32, 32, 32], (
+        "prompts that were calibrated on are sampled as well"
+    )
     assert records["step"][-1]["metrics"]["precision/underflow_share"] == 0.25
     warnings = [event for event in records.get("event", []) if event["what"] == "fp8_kv_cache_without_qk_norm"]
     assert [event["underflow_share"] for event in warnings] == ([] if qk_norm else [0.25])

@@ -1,4 +1,4 @@
-"""The tests that certify rests on: they pass what is lossless, find each planted fault, and alarm as rarely as they say."""
+"""The tests behind certify: they pass what is lossless, find each planted fault, and alarm as rarely as they say."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.evidence.certify import first_difference, read_trace
-from paceline.evidence.lossless import (
+from paceline.certify.fp32 import first_difference
+from paceline.certify.lossless import (
     DEVIATIONS,
     SAMPLER_FAULTS,
-    Cell,
     Drafts,
+    SamplerCell,
     SamplerFault,
     chi_square,
     examine,
@@ -29,7 +29,9 @@ from paceline.evidence.lossless import (
     two_sample,
     verdict,
 )
-from paceline.rollout.sampler import Verification, refuse_lossy
+from paceline.certify.subject import read_trace
+from paceline.rollout.internals.rejection_sampler import Verification
+from paceline.rollout.sampler import refuse_lossy
 from paceline.types import Tokens
 
 
@@ -53,7 +55,7 @@ def quick_sample(step: Verification) -> torch.Tensor:
     return out_BL.masked_fill(position_L > accepted_B[:, None], -1)
 
 
-def worst(cells: Iterable[Cell]) -> float:
+def worst(cells: Iterable[SamplerCell]) -> float:
     return max(cell.excess for cell in cells)
 
 
@@ -83,7 +85,9 @@ def test_a_right_sampler_is_passed_at_every_position_and_temperature() -> None:
 )
 def test_planted_fault_is_found(fault: SamplerFault, kind: Drafts, length: int, num_rows: int) -> None:
     """A test that cannot see a fault of this size proves nothing about its absence."""
-    cells = list(examine(plant(quick_sample, fault), reference_draft, num_rows=num_rows, kinds=[kind], lengths=[length]))
+    cells = list(
+        examine(plant(quick_sample, fault), reference_draft, num_rows=num_rows, kinds=[kind], lengths=[length])
+    )
     assert worst(cells) > DEVIATIONS
 
 
@@ -113,7 +117,9 @@ def test_the_readable_sampler_is_right_and_the_quick_one_agrees() -> None:
                 p_LV = (logits_LV.double() / temperature).softmax(-1).numpy()
                 for position in range(num_drafts + 1):
                     ids_B = ids_BL[which::2, position]
-                    statistic, degrees = chi_square(np.bincount(ids_B[ids_B >= 0], minlength=vocabulary), p_LV[position])
+                    statistic, degrees = chi_square(
+                        np.bincount(ids_B[ids_B >= 0], minlength=vocabulary), p_LV[position]
+                    )
                     assert (statistic - degrees) / np.sqrt(2 * degrees) < 5, (sampler, temperature, position)
 
 
@@ -192,7 +198,8 @@ def test_surprise_is_a_standard_deviation_for_the_right_temperature_and_many_for
 
 
 def test_token_classes_follow_from_drafts_and_emitted_tokens() -> None:
-    """First the prefill's token, then a rejection at the second draft, then all accepted; the end cuts the last step short."""
+    """First the prefill's token, then a rejection at the second draft, then all accepted; the end cuts the last step
+    short."""
     steps = [(0, 0), (0, 1), (3, 2), (2, 3), (3, 4)]
     expected = ["plain", "accepted", "recovered", "accepted", "accepted", "bonus", "accepted", "accepted"]
     assert token_classes(steps, 8) == expected
@@ -242,5 +249,7 @@ def test_lossy_settings_are_refused(settings: dict[str, object]) -> None:
 
 
 def test_lossless_settings_are_accepted() -> None:
-    refuse_lossy({"method": "eagle3", "model": "drafter", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"})
+    refuse_lossy(
+        {"method": "eagle3", "model": "drafter", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+    )
     refuse_lossy({"method": "ngram", "rejection_sample_method": "block"})

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.evidence.measure import CpuTimes, Goal, Result, environment, middle
+from paceline.measure import CpuTimes, Goal, Result, environment, middle
 
 
 def result(value: float, goal: Goal | None) -> Result:
-    return Result(name="x", figures={"ratio": value}, spread={"ratio": 0.1}, goals={"ratio": goal} if goal else {}, environment={})
+    return Result(
+        name="x", figures={"ratio": value}, spread={"ratio": 0.1}, goals={"ratio": goal} if goal else {}, environment={}
+    )
 
 
 @pytest.mark.parametrize(

@@ -184,3 +184,12 @@ def test_file_is_json_that_other_programs_can_read(tmp_path: Path):
     sink.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {"kind": "step", "step": 1, "metrics": {"reward/mean": 0.5}}
+
+
+def test_counters_and_failures_are_documented() -> None:
+    """A number that nobody can look up is not told."""
+    from paceline.orchestrator.engine_counters import SHARES, SUMS
+    from paceline.report.failures import PER_STEP, SINCE_START
+
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert [key for key in (*SUMS, *SHARES, *PER_STEP, *SINCE_START) if f"`{key}`" not in page] == []

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.evidence.mismatch import mismatch_panels, scale_panels
-from paceline.evidence.page import drawing
-from paceline.evidence.summary import RecordedRun, read_run
-from paceline.policy.correction import HISTOGRAM_EDGES
+from paceline.learner.correction import HISTOGRAM_EDGES
+from paceline.report.mismatch import mismatch_panels, scale_panels
+from paceline.report.page import drawing
+from paceline.report.recorded import RecordedRun, read_run
 
 
-def recorded(directory: Path, *, steps: int = 12, histogram: bool = True, guard: bool = True, scales: bool = True) -> RecordedRun:
+def recorded(
+    directory: Path, *, steps: int = 12, histogram: bool = True, guard: bool = True, scales: bool = True
+) -> RecordedRun:
     random = np.random.default_rng(0)
     lines = [{"kind": "run", "config": {"guard": {"mode": "act", "correct": 0.002, "mask": 0.01}}, "environment": {}}]
     for step in range(1, steps + 1):
@@ -24,7 +26,9 @@ def recorded(directory: Path, *, steps: int = 12, histogram: bool = True, guard:
         if histogram:
             counts = np.histogram(random.normal(0, 0.05, 1000).tolist() + [1.5] * 10, HISTOGRAM_EDGES)[0].tolist()
             engines = {"engine-0": 1e-3, "engine-1": 1e-3}
-            lines.append({"kind": "mismatch", "step": step, "time_s": step, "counts": counts, "engines": engines, "worst": []})
+            lines.append(
+                {"kind": "mismatch", "step": step, "time_s": step, "counts": counts, "engines": engines, "worst": []}
+            )
         lines.append({"kind": "step", "step": step, "time_s": step, "metrics": metrics})
     directory.mkdir(parents=True)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

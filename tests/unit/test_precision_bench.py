@@ -6,19 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.precision import ARMS, BATCHES, CONTEXTS, DRAFT_LENGTHS, DRAFTING_ARMS, Cell, Timings, _result
-from paceline.evidence.measure import Result
-from paceline.evidence.precision_page import write_precision_page
+from paceline.lab.bench.precision import (
+    ARMS,
+    BATCHES,
+    CONTEXTS,
+    DRAFT_LENGTHS,
+    DRAFTING_ARMS,
+    PrecisionCell,
+    Timings,
+    _result,
+)
+from paceline.lab.bench.precision_page import write_precision_page
+from paceline.measure import Result
 
 FASTER = {"bf16": 1.0, "weights": 1.25, "kv": 1.1, "both": 1.5}
 
 
 def made_up() -> Result:
-    """BF16 steps are bound by memory up to 8 tokens; above that FP8 loses. Every draft is accepted whole but its last token."""
+    """BF16 steps are bound by memory up to 8 tokens; above that FP8 loses. Every draft is accepted whole but its last
+    token."""
     timings = {arm: Timings(capacity=2000 if "kv_cache" in ARMS[arm] else 1000) for arm in ARMS}
     for arm, found in timings.items():
         for k in (0, *DRAFT_LENGTHS) if arm in DRAFTING_ARMS else (0,):
-            for cell in (Cell(context, batch, k) for context in CONTEXTS for batch in BATCHES):
+            for cell in (PrecisionCell(context, batch, k) for context in CONTEXTS for batch in BATCHES):
                 num_tokens = cell.batch * (k + 1)
                 seconds = 0.05 * max(1.0, num_tokens / 8)
                 gain = FASTER[arm] if num_tokens <= 8 else 0.9 if arm != "bf16" else 1.0
@@ -50,7 +60,9 @@ def test_tokens_per_second_count_what_is_accepted() -> None:
 
 def test_every_arm_has_its_mismatch() -> None:
     figures = made_up().figures
-    assert {name for name in figures if name.startswith("k3_")} == {f"k3_{arm}{spec}" for arm in ARMS for spec in ("", "_spec")}
+    assert {name for name in figures if name.startswith("k3_")} == {
+        f"k3_{arm}{spec}" for arm in ARMS for spec in ("", "_spec")
+    }
 
 
 def test_page_shows_every_figure(tmp_path: Path) -> None:

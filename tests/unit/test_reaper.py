@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from paceline.run import reaper
+from paceline.cluster import reaper
 
 UNMARKED = f"import os, subprocess; os.environ.pop({reaper.VARIABLE!r}); subprocess.run(['sleep', '60'])"
 

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from paceline.config import load_config
-from paceline.evidence.report import length_histogram, write_report
-from paceline.evidence.simulate import (
+from paceline.metrics import JsonlSink, Recorder
+from paceline.orchestrator.loop import Parts, train
+from paceline.orchestrator.members import Members
+from paceline.plan.simulate import (
     SimulatedEngine,
     SimulatedLearner,
     SimulatedSender,
@@ -24,14 +26,17 @@ from paceline.evidence.simulate import (
     score_by_parity,
     simulated_prompts,
 )
-from paceline.evidence.summary import StepRollouts, in_flight, occupancy, read_run, subtract, summary, union
-from paceline.metrics import JsonlSink, Recorder
-from paceline.run.loop import Parts, train
+from paceline.report.draft_length import curves
+from paceline.report.failures import failure_rows
+from paceline.report.recorded import StepRollouts, read_run
+from paceline.report.run import length_histogram, write_report
+from paceline.report.summary import in_flight, occupancy, subtract, summary, union
 
 
 @dataclass
 class FakeRun:
-    """Writes the metrics.jsonl of a run with long-tailed lengths: an engine's rollouts share its speed, so the tail is real."""
+    """Writes the metrics.jsonl of a run with long-tailed lengths: an engine's rollouts share its speed, hence a real
+    tail."""
 
     path: Path
     name: str = "arena small"
@@ -69,7 +74,9 @@ class FakeRun:
             self.put("stage", step=step, stage="eval", time_s=self.now_s)
             self.now_s += 2.5
             accuracy = 0.5 + 0.25 * step / self.planned_steps + self.random.normal(0, 0.01)
-            self.put("eval", step=step, time_s=self.now_s, metrics={"eval/accuracy": accuracy, "eval/length_mean": 90.0})
+            self.put(
+                "eval", step=step, time_s=self.now_s, metrics={"eval/accuracy": accuracy, "eval/length_mean": 90.0}
+            )
 
     def one_step(self, step: int) -> None:
         names = [self.engine_name.format(i) for i in range(self.num_engines)]
@@ -83,12 +90,22 @@ class FakeRun:
         engine = np.arange(self.num_rollouts) % len(names)
         end_s = np.zeros(self.num_rollouts)
         for index in range(len(names)):
-            end_s[engine == index] = self.now_s + finish_times(np.sort(length[engine == index]), self.random.uniform(0.9, 1.1))
+            end_s[engine == index] = self.now_s + finish_times(
+                np.sort(length[engine == index]), self.random.uniform(0.9, 1.1)
+            )
             length[engine == index] = np.sort(length[engine == index])
         reward = (self.random.random(self.num_rollouts) < 0.5 + 0.25 * step / self.planned_steps).astype(float)
         generation_s = float(end_s.max() - self.now_s)
         if step == self.lost_at:
-            self.put("event", step=step, time_s=self.now_s + 1, what="engine_lost", engine="engine-x", why="froze", redispatched=17)
+            self.put(
+                "event",
+                step=step,
+                time_s=self.now_s + 1,
+                what="engine_lost",
+                engine="engine-x",
+                why="froze",
+                redispatched=17,
+            )
         columns = {"engine": engine.tolist(), "start_s": [self.now_s] * self.num_rollouts, "end_s": end_s.tolist()}
         self.put("rollouts", step=step, engines=names, **columns, length=length.tolist(), reward=reward.tolist())
         self.now_s = float(end_s.max()) + 2.9
@@ -116,7 +133,7 @@ class FakeRun:
 
 
 def finish_times(sorted_lengths: np.ndarray, pace: float) -> np.ndarray:
-    """Seconds at which rollouts of these lengths end on an engine whose step takes 8 ms and 0.1 ms more for each rollout in it."""
+    """Seconds at which rollouts of these lengths end; an engine step takes 8 ms, and 0.1 ms more for each rollout."""
     steps = np.diff(sorted_lengths, prepend=0)
     return pace * np.cumsum(steps * (0.008 + 0.0001 * np.arange(len(steps), 0, -1)))
 
@@ -125,7 +142,13 @@ def rollouts(step: int, engines: list[str], spans: list[tuple[int, float, float]
     engine, start_s, end_s = (np.array(column) for column in zip(*spans, strict=True))
     ones = np.ones(len(spans))
     return StepRollouts(
-        step=step, engines=tuple(engines), engine=engine, start_s=start_s, end_s=end_s, length=ones.astype(int), reward=ones
+        step=step,
+        engines=tuple(engines),
+        engine=engine,
+        start_s=start_s,
+        end_s=end_s,
+        length=ones.astype(int),
+        reward=ones,
     )
 
 
@@ -188,7 +211,9 @@ def test_sets_of_time_agree_with_counting_points():
     points = np.arange(0, 100) + 0.5
     for _ in range(50):
         a, b = (
-            union((int(s), int(s + d)) for s, d in zip(random.integers(0, 90, 6), random.integers(0, 10, 6), strict=True))
+            union(
+                (int(s), int(s + d)) for s, d in zip(random.integers(0, 90, 6), random.integers(0, 10, 6), strict=True)
+            )
             for _ in "ab"
         )
         inside = lambda intervals: np.array([any(s < p < e for s, e in intervals) for p in points])  # noqa: E731
@@ -203,13 +228,17 @@ def test_in_flight_counts_by_hand_for_one_engine_and_for_all():
 
 
 def test_idle_share_of_a_synchronous_run_is_the_wait_for_the_last_rollout(tmp_path: Path):
-    config = load_config(overrides=["run.steps=3", "rollout.prompts_per_step=8", "rollout.engine.max_num_seqs=4", "eval.every=2"])
+    config = load_config(
+        overrides=["run.steps=3", "rollout.prompts_per_step=8", "rollout.engine.max_num_seqs=4", "eval.every=2"]
+    )
 
     async def work() -> None:
         lengths = long_tailed_lengths(0)
-        engines = [SimulatedEngine(name=f"e{i}", length_of=lengths, max_num_seqs=4, seconds_per_token=0.01) for i in range(3)]
+        engines = [
+            SimulatedEngine(name=f"e{i}", length_of=lengths, max_num_seqs=4, seconds_per_token=0.01) for i in range(3)
+        ]
         parts = Parts(
-            engines=engines,
+            members=Members(engines),
             learner=SimulatedLearner(seconds_per_token=0.001),
             sender=SimulatedSender(engines=engines),
             prompts=simulated_prompts(),
@@ -252,13 +281,31 @@ def test_histogram_loses_no_rollout_at_any_longest_length():
 
 
 def test_summary_of_a_run_written_by_hand(tmp_path: Path):
-    columns = {"engines": ["a", "b"], "engine": [0, 0, 1], "start_s": [0, 0, 0], "end_s": [3, 10, 4], "length": [3, 10, 4]}
+    columns = {
+        "engines": ["a", "b"],
+        "engine": [0, 0, 1],
+        "start_s": [0, 0, 0],
+        "end_s": [3, 10, 4],
+        "length": [3, 10, 4],
+    }
     lines = [
         {"kind": "run", "config": {"run": {"name": "x", "steps": 3}}, "environment": {}, "started": "now"},
         {"kind": "eval", "step": 0, "time_s": 0, "metrics": {"eval/accuracy": 0.25}},
         {"kind": "rollouts", "step": 1, **columns, "reward": [0, 0, 1]},
-        step_line(1, 12, {"time/step": 12, "time/generation": 10, "rollout/tokens_per_s": 100, "rollout/truncated_share": 1 / 3}),
-        {"kind": "event", "step": 2, "time_s": 13, "what": "engine_lost", "engine": "b", "why": "froze", "redispatched": 5},
+        step_line(
+            1,
+            12,
+            {"time/step": 12, "time/generation": 10, "rollout/tokens_per_s": 100, "rollout/truncated_share": 1 / 3},
+        ),
+        {
+            "kind": "event",
+            "step": 2,
+            "time_s": 13,
+            "what": "engine_lost",
+            "engine": "b",
+            "why": "froze",
+            "redispatched": 5,
+        },
         {
             "kind": "rollouts",
             "step": 2,
@@ -269,7 +316,9 @@ def test_summary_of_a_run_written_by_hand(tmp_path: Path):
             "length": [5],
             "reward": [1],
         },
-        step_line(2, 40, {"time/step": 28, "time/generation": 10, "rollout/tokens_per_s": 300, "rollout/truncated_share": 0.0}),
+        step_line(
+            2, 40, {"time/step": 28, "time/generation": 10, "rollout/tokens_per_s": 300, "rollout/truncated_share": 0.0}
+        ),
         {"kind": "eval", "step": 2, "time_s": 41, "metrics": {"eval/accuracy": 0.5}},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -302,9 +351,20 @@ def test_page_of_a_whole_run_is_one_file_that_loads_nothing(tmp_path: Path, num_
     ).write()
     page = write_report(run, step=2).read_text()
     assert page.count("<svg") == page.count("</svg>") == 6
-    assert not re.search(r"https?:|//[a-z]|@import|<script|<link|<img|<iframe|src=|<!DOCTYPE svg", page, flags=re.IGNORECASE)
+    assert not re.search(
+        r"https?:|//[a-z]|@import|<script|<link|<img|<iframe|src=|<!DOCTYPE svg", page, flags=re.IGNORECASE
+    )
     assert set(re.findall(r"url\(([^)]{1,2})", page)) <= {"#p", "#m"}  # clip paths and markers inside the page
-    for text in ("generation", "logprob", "train", "sync", "prepare", "data", "held-out accuracy", "tail: some engine is idle"):
+    for text in (
+        "generation",
+        "logprob",
+        "train",
+        "sync",
+        "prepare",
+        "data",
+        "held-out accuracy",
+        "tail: some engine is idle",
+    ):
         assert f">{text}" in page, text
     assert "engine lost" in page
     assert "still going" not in page
@@ -388,3 +448,62 @@ def test_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ValueError, match=r"pip install 'paceline\[report\]'"):
         write_report(run)
     assert summary(run).num_steps == 1  # the closing table of a run needs no plots
+
+
+def drafts_record(*, step: int, engines: int, seconds: float = 12.0, begin_s: float = 5.0) -> dict[str, Any]:
+    """A phase that shrinks: engines draft further as their batch gets smaller."""
+    rows = []
+    for engine in range(engines):
+        width_s = 0.25 if engine == 0 else 0.5
+        for number in range(int(seconds / width_s) - 4 * engine):
+            at = number * width_s / seconds
+            batch, steps = max(1, round(32 * (1 - at))), 10
+            draft = 0 if at < 0.3 else (2 if at < 0.7 else 4 + engine)
+            verifications = steps * batch if draft else 0
+            accepted = round(0.6 * draft * verifications)
+            rows.append(
+                (
+                    engine,
+                    begin_s + number * width_s,
+                    width_s,
+                    steps,
+                    steps * draft,
+                    verifications,
+                    accepted,
+                    steps * batch,
+                )
+            )
+    names = ("engine", "begin_s", "width_s", "num_steps", "draft_length")
+    names += ("num_verifications", "num_accepted", "num_requests")
+    columns = {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+    return {"step": step, "time_s": begin_s + seconds, "engines": [f"engine-{i}" for i in range(engines)], **columns}
+
+
+def test_draft_length_is_drawn_over_the_time_of_a_step(tmp_path: Path) -> None:
+    """Bins of different width must be laid over one another before engines are averaged."""
+    path = FakeRun(tmp_path / "run").write()
+    with (path / "metrics.jsonl").open("a") as file:
+        for step in (1, 20):
+            file.write(json.dumps({"kind": "draft_length", **drafts_record(step=step, engines=2)}) + "\n")
+    run = read_run(path)
+    found = curves(run.drafts[-1])
+    assert found.edges_s[1] == 0.5
+    assert found.requests[0] == pytest.approx(64, abs=1)
+    assert np.isnan(found.accepted_length[0]) and found.draft_length[0] == 0
+    assert found.draft_length[-1] == 4 and np.isnan(found.by_engine["engine-1"][-1])
+    assert found.accepted_length[-1] == pytest.approx(3.4)
+    page = write_report(path).read_text(encoding="utf-8")
+    assert "Step 20: engines drafted 0.0 tokens at first" in page
+
+
+def test_failures_are_in_a_table_and_their_absence_too(tmp_path: Path) -> None:
+    path = FakeRun(tmp_path / "run", steps=3).write()
+    assert failure_rows(read_run(path)) == [("none", "")]
+    metrics = {"selector/failures": 2, "metrics/sink_errors": 7}
+    with (path / "metrics.jsonl").open("a") as file:
+        for step in (4, 5):
+            file.write(json.dumps({"kind": "step", "step": step, "time_s": 1.0, "metrics": metrics}) + "\n")
+    rows = dict(failure_rows(read_run(path)))
+    assert set(rows) == set(metrics)
+    assert rows["selector/failures"].startswith("4: ")  # of each step
+    assert rows["metrics/sink_errors"].startswith("7: ")  # since the start

@@ -8,12 +8,12 @@ from typing import cast
 import numpy as np
 import pytest
 
-from paceline.bench.rollout import _accepted_length, _figures, _makespans, _tail_rate, best_table
-from paceline.bench.workload import Workload, give_lengths
-from paceline.evidence.measure import Result
-from paceline.evidence.rollout_page import write_rollout_page
-from paceline.rollout.stepped import Batch, Order, SteppedEngine, lockstep
-from paceline.strategy.cost import Step
+from paceline.lab.bench.rollout import _accepted_length, _figures, _makespans, _tail_rate, best_table
+from paceline.lab.bench.rollout_page import write_rollout_page
+from paceline.lab.bench.workload import RequestSet, give_lengths
+from paceline.lab.engines.stepped import Order, SteppedBatch, SteppedEngine, lockstep
+from paceline.measure import Result
+from paceline.selector.cost import Step
 from paceline.types import RolloutRequest
 
 
@@ -32,8 +32,12 @@ def step(num_requests: int, k: int, seconds: float, emitted_each: int) -> Step:
     )
 
 
-def batch(seconds: float, steps: list[Step] | None = None, step_s: list[tuple[int, float]] | None = None) -> Batch:
-    return Batch(seconds=seconds, finished_s=[seconds], token_ids=[[5]], step_s=step_s or [], steps=steps or [], figures={})
+def batch(
+    seconds: float, steps: list[Step] | None = None, step_s: list[tuple[int, float]] | None = None
+) -> SteppedBatch:
+    return SteppedBatch(
+        seconds=seconds, finished_s=[seconds], token_ids=[[5]], step_s=step_s or [], steps=steps or [], figures={}
+    )
 
 
 def test_best_table_takes_the_highest_rate_of_each_batch_size():
@@ -74,7 +78,7 @@ def test_accepted_length_counts_the_bonus_token():
 
 
 @pytest.fixture
-def rounds() -> list[list[dict[str, Batch]]]:
+def rounds() -> list[list[dict[str, SteppedBatch]]]:
     """The selector is slower in the second group, as everything there: only ratios within a group are fair."""
     spec = [step(2, 3, 0.1, 3)]
     seconds = {
@@ -114,7 +118,7 @@ class TurnTaking:
     def begin(self, order: Order) -> None:
         self.turns.append(f"begin {self.name}")
 
-    def turn(self) -> float | Batch:
+    def turn(self) -> float | SteppedBatch:
         self.turns.append(self.name)
         self.progress += self.share
         return self.progress if self.progress < 0.999 else batch(len(self.turns))
@@ -134,24 +138,32 @@ def test_arms_take_turns_within_the_batch():
 
 
 def test_tokens_past_the_end_are_counted():
-    """A response that goes on after its end may be easier to draft; the reader must know how much of the work that is."""
+    """A response that goes on after its end may be easier to draft; the reader must know how much of the work that
+    is."""
     request = RolloutRequest(group_id=0, index=0, prompt_ids=np.array([3], np.int32), max_tokens=4, temperature=1.0)
-    work = Workload([request] * 3, frozenset({1}))
-    done = Batch(
-        seconds=1, finished_s=[1, 1, 1], token_ids=[[5, 1, 6, 7], [5, 6, 7, 8], [5, 6, 7, 1]], step_s=[], steps=[], figures={}
+    work = RequestSet([request] * 3, frozenset({1}))
+    done = SteppedBatch(
+        seconds=1,
+        finished_s=[1, 1, 1],
+        token_ids=[[5, 1, 6, 7], [5, 6, 7, 8], [5, 6, 7, 1]],
+        step_s=[],
+        steps=[],
+        figures={},
     )
     assert work.past_end_share(done) == pytest.approx(2 / 12)
 
 
 def test_batch_has_the_lengths_of_the_policy():
-    """The shortest of three answers is shorter than most: a batch of these would have lost its tail. And a response that ends
-    before its length goes on as noise, which no drafter guesses."""
+    """The shortest of three answers is shorter than most: a batch of these would have lost its tail. And a response
+    that ends before its length goes on as noise, which no drafter guesses."""
     generator = np.random.default_rng(0)
     typical_C = np.concatenate([generator.lognormal(4, 0.8, 64), generator.lognormal(6, 0.3, 64)])
     lengths_DC = np.maximum(typical_C * generator.lognormal(0, 0.25, (3, 128)), 5).astype(int)
     wanted = np.quantile(lengths_DC[:, :64], (np.arange(64) + 0.5) / 64)
     prompt = np.array([3], np.int32)
-    candidates = [RolloutRequest(group_id=g, index=0, prompt_ids=prompt, max_tokens=640, temperature=1.0) for g in range(128)]
+    candidates = [
+        RolloutRequest(group_id=g, index=0, prompt_ids=prompt, max_tokens=640, temperature=1.0) for g in range(128)
+    ]
     found = give_lengths(candidates, lengths_DC, wanted.tolist())
     assert len({request.group_id for request in found}) == 64
     assert all(request.max_tokens < lengths_DC[:, request.group_id].min() for request in found)
@@ -171,7 +183,10 @@ def test_page_shows_every_figure_and_arm(rounds, tmp_path):
         details={
             "lengths": [10, 300],
             "makespan_s": _makespans(rounds),
-            "chosen": [{"seconds": 0.1, "num_requests": 2, "drafted": 3}, {"seconds": 0.1, "num_requests": 1, "drafted": 5}],
+            "chosen": [
+                {"seconds": 0.1, "num_requests": 2, "drafted": 3},
+                {"seconds": 0.1, "num_requests": 1, "drafted": 5},
+            ],
             "rate_by_batch": {"1-1": {"plain": 10.0, "0": 9.0, "3": 20.0}},
             "accepted_by_position": {"selector": [0.8, 0.6], "useless": [0.0, 0.0]},
         },

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from drafter_cases import KINDS, make_documents, make_drafter, make_head
-from paceline.draft import saver as saver_module
-from paceline.draft.checkpoint import load, save
-from paceline.draft.saver import Saver, restore, write
-from paceline.draft.trainer import DrafterTrainer, Schedule, trained
+from paceline.drafters import saver as saver_module
+from paceline.drafters.checkpoint import load, save
+from paceline.drafters.saver import Saver, restore, write
+from paceline.drafters.trainer import DrafterTrainer, Schedule, trained
 
 SCHEDULE = Schedule(num_steps=None, tokens_per_step=25, draft_length=2, warmup_steps=1, autocast=False)
 
@@ -39,8 +39,12 @@ def test_the_file_and_the_original_directory_make_the_whole_drafter_again(kind: 
     whole = trainer.drafter.state_dict()
     restored = drafter.state_dict()
     assert whole.keys() == restored.keys()
-    assert all(torch.equal(weight, restored[name]) for name, weight in whole.items() if not name.startswith("verifier_"))
-    assert [file.name for file in saver.file.parent.iterdir()] == ["trained.safetensors"], "nothing half-written is left"
+    assert all(
+        torch.equal(weight, restored[name]) for name, weight in whole.items() if not name.startswith("verifier_")
+    )
+    assert [file.name for file in saver.file.parent.iterdir()] == ["trained.safetensors"], (
+        "nothing half-written is left"
+    )
 
 
 def test_training_may_change_the_weights_as_soon_as_save_returns(tmp_path: Path) -> None:

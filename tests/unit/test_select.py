@@ -1,7 +1,8 @@
-"""The selector must be near the best table in hindsight, never slower than plain, quick from nothing, and not fooled by noise.
+"""The selector must be near the best table in hindsight, never slower than plain, quick from nothing, and not fooled by
+noise.
 
-Goals are medians over seeds on `stepping_engine`, where noise is lognormal with deviation 0.12 (0.2 where said), 2 % of the steps
-are three times too slow, and the machine's speed drifts by +-25 %.
+Goals are medians over seeds on `stepping_engine`, where noise is lognormal with deviation 0.12 (0.2 where said), 2 % of
+the steps are three times too slow, and the machine's speed drifts by +-25 %.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 import pytest
 
 from paceline.config import BanditSelector, FixedSelector, MeasuredSelector, SelectorConfig, TableSelector
-from paceline.strategy.cost import CostPoint, Costs, Step, save_costs
-from paceline.strategy.select import Measured, Selector, Table, build_selector, dense_table
+from paceline.selector.cost import Step
+from paceline.selector.cost_file import CostPoint, Costs, save_costs
+from paceline.selector.select import Measured, Selector, Table, build_selector, dense_table
 from stepping_engine import GOOD, NGRAM, USELESS, Seconds, SteppingEngine, concave, cpu, gpu, long_tail, tiled
 
 K, REQUESTS, SEEDS = 7, 64, range(5)
@@ -28,7 +30,9 @@ def build(config: SelectorConfig, seed: int = 0) -> Selector:
     return build_selector(config, max_draft_length=K, max_num_requests=REQUESTS, seed=seed)
 
 
-def of_table(shape: Seconds, acceptance: tuple[float, ...], selector: Selector, seed: int, noise: float = 0.12) -> float:
+def of_table(
+    shape: Seconds, acceptance: tuple[float, ...], selector: Selector, seed: int, noise: float = 0.12
+) -> float:
     """A long-tailed batch with this selector, relative to the best table in hindsight."""
     run = SteppingEngine(shape, acceptance, seed=seed, noise=noise).play(selector, long_tail(seed))
     return run.of_hindsight / hindsight(shape, acceptance, seed)
@@ -82,16 +86,24 @@ def test_useless_drafter_costs_next_to_nothing(shape: Seconds) -> None:
 
 def test_useless_drafter_on_the_cpu_from_nothing_at_every_seed() -> None:
     assert (
-        min(SteppingEngine(cpu, USELESS, seed=s).play(build(MeasuredSelector()), long_tail(s)).of_plain for s in range(10)) >= 0.985
+        min(
+            SteppingEngine(cpu, USELESS, seed=s).play(build(MeasuredSelector()), long_tail(s)).of_plain
+            for s in range(10)
+        )
+        >= 0.985
     )
 
 
 @pytest.mark.parametrize("acceptance", [GOOD, NGRAM, USELESS])
 def test_ahead_of_every_rival(acceptance: tuple[float, ...]) -> None:
-    """BEG-MAB has seen a batch before, as ours has. A fixed draft length may be nearly the best table: there, no worse."""
+    """BEG-MAB has seen a batch before, as ours has. A fixed draft length may be nearly the best table: there, no
+    worse."""
     ours = median(of_table(cpu, acceptance, warm(cpu, acceptance, s), s) for s in SEEDS)
     bandit = median(of_table(cpu, acceptance, warm(cpu, acceptance, s, config=BanditSelector()), s) for s in SEEDS)
-    fixed = [median(of_table(cpu, acceptance, build(FixedSelector(draft_length=k)), s) for s in range(3)) for k in range(K + 1)]
+    fixed = [
+        median(of_table(cpu, acceptance, build(FixedSelector(draft_length=k)), s) for s in range(3))
+        for k in range(K + 1)
+    ]
     assert ours > bandit + 0.01
     assert ours > max(fixed) - 0.01
 

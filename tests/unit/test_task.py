@@ -7,8 +7,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from paceline.config import JsonlData
-from paceline.run.task import load_reward, load_task, scorer
+from paceline.config import HubData, JsonlData
+from paceline.orchestrator.rewards import load_reward, scorer
+from paceline.orchestrator.task import load_task
 from paceline.types import Group, PacelineError, Prompt, Rollout
 
 
@@ -98,4 +99,25 @@ def test_wrong_reward_spec_says_what_to_write(spec, says):
 def test_missing_prompt_field_names_the_fields_that_are_there(tmp_path):
     data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", [{"question": "q"}] * 5)
     with pytest.raises(ValueError, match=r"no text under 'prompt'; it has \['question'\]"):
+        load_task(data, Letters(), seed=0, num_heldout=1)
+
+
+def test_line_that_is_not_json_is_named(tmp_path):
+    data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", ROWS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p0"}\nnot json\n{"prompt": "p1"}\n')
+    with pytest.raises(ValueError, match=r"^data.path: .*line 2.*not JSON"):
+        load_task(data, Letters(), seed=0, num_heldout=1)
+
+
+@pytest.mark.parametrize(("offline", "says"), [(True, "HF_HUB_OFFLINE is set"), (False, "Check the name, the split")])
+def test_dataset_that_cannot_be_loaded_says_what_to_do(monkeypatch, offline, says):
+    datasets = pytest.importorskip("datasets")
+
+    def fail(*args, **options):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
+    data = HubData(path="nobody/nothing", reward="json:loads")
+    with pytest.raises(ValueError, match=f"data.path: 'nobody/nothing'.*no route to the hub.*{says}"):
         load_task(data, Letters(), seed=0, num_heldout=1)

@@ -12,9 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafter_cases import KINDS, VOCABULARY, make_documents, make_drafter, make_head
-from paceline.draft.kinds import guess
-from paceline.draft.lesson import Document, make_pack
-from paceline.draft.trainer import DrafterTrainer, Schedule, State, average, evaluate, expected_verifications, trained
+from paceline.drafters.kinds import guess
+from paceline.drafters.packing import Document, make_pack
+from paceline.drafters.trainer import (
+    DrafterTrainer,
+    Schedule,
+    State,
+    average,
+    evaluate,
+    expected_verifications,
+    trained,
+)
 
 CPU = torch.device("cpu")
 LENGTHS = [(3, 9), (1, 4), (6, 2), (2, 13), (4, 7)]
@@ -52,7 +60,7 @@ def test_no_gradient_crosses_from_one_document_to_another_or_to_the_policy(kind:
     pack.last_AD.requires_grad_()
     drafter = make_drafter(kind)
     guesses = guess(drafter, pack, head_VD, 4)
-    # The first document's part of the loss, by teaching only its anchors.
+    # The first document's part of the loss, by counting only its anchors.
     alone = make_pack([first], CPU)
     num_first = len(alone.token_N)
     pack.steps_A[len(alone.anchor_A) :] = 0
@@ -62,7 +70,7 @@ def test_no_gradient_crosses_from_one_document_to_another_or_to_the_policy(kind:
     assert pack.taps_NKD.grad is not None
     assert pack.taps_NKD.grad[:num_first].abs().sum() > 0
     assert torch.count_nonzero(pack.taps_NKD.grad[num_first:]) == 0
-    assert pack.last_AD.grad is None and head_VD.grad is None, "the teacher is not taught"
+    assert pack.last_AD.grad is None and head_VD.grad is None, "the policy gets no gradient"
     assert all(weight.grad is None for name, weight in drafter.named_parameters() if name.startswith("verifier_"))
 
 
@@ -100,8 +108,8 @@ def test_training_goes_on_from_a_saved_state() -> None:
 
 
 def test_without_an_end_the_mean_of_the_last_steps_counts_and_training_goes_on_from_the_weights() -> None:
-    """Weights at a learning rate that never falls are noise around where they should be; a mean that is trained on would stand
-    still, and one that a lease forgets would begin anew."""
+    """Weights at a learning rate that never falls are noise around where they should be; a mean that is trained on
+    would stand still, and one that a lease forgets would begin anew."""
     schedule = replace(SCHEDULE, num_steps=None)
     whole = DrafterTrainer(make_drafter(), make_head(), schedule)
     weights = [trained(whole.drafter)["fc.weight"].detach().clone()]
@@ -183,8 +191,11 @@ def test_a_worker_counts_by_the_tokens_that_it_has_seen() -> None:
 
 
 def test_averaged_momentum_is_that_of_one_worker_on_all_documents() -> None:
-    """Where the step is linear in the gradient, which momentum is, workers together equal one worker: exact up to rounding."""
-    schedule = Schedule(num_steps=None, tokens_per_step=10_000, draft_length=3, warmup_steps=1, max_grad_norm=1e9, autocast=False)
+    """Where the step is linear in the gradient, which momentum is, workers together equal one worker: exact up to
+    rounding."""
+    schedule = Schedule(
+        num_steps=None, tokens_per_step=10_000, draft_length=3, warmup_steps=1, max_grad_norm=1e9, autocast=False
+    )
 
     def momentum(parts: list[Document]) -> tuple[State, int]:
         trainer = DrafterTrainer(make_drafter(), make_head(), schedule)
@@ -214,7 +225,9 @@ def test_a_worker_that_leaves_in_the_middle_of_a_step_leaves_that_step_behind() 
     worker.drop_queue()
     assert worker.fresh_tokens == 0
     left = worker.state_dict()
-    assert_same({n: t for n, t in left.items() if n != "num_tokens"}, {n: t for n, t in start.items() if n != "num_tokens"})
+    assert_same(
+        {n: t for n, t in left.items() if n != "num_tokens"}, {n: t for n, t in start.items() if n != "num_tokens"}
+    )
     fresh = make_worker(start)
     train_slice(worker, 1)
     train_slice(fresh, 1)
@@ -238,10 +251,10 @@ def test_a_state_goes_through_safetensors(tmp_path: Path) -> None:
     assert_same(make_worker(load_file(tmp_path / "state.safetensors")).state_dict(), worker.state_dict())
 
 
-def test_a_newer_head_is_the_teacher_from_then_on() -> None:
-    """A drafter taught through the first policy's head would learn away from the present one."""
+def test_a_newer_head_gives_the_targets_from_then_on() -> None:
+    """A drafter trained through the first policy's head would learn away from the present one."""
     worker, other = make_worker(), DrafterTrainer(make_drafter(), make_head(7), SCHEDULE)
-    worker.teach_with(make_head(7))
+    worker.set_head(make_head(7))
     train_slice(worker, 0)
     train_slice(other, 0)
     assert_same(worker.state_dict(), other.state_dict())
@@ -261,7 +274,9 @@ def test_the_micro_batches_of_a_step_add_up_to_its_mean() -> None:
     """A mean of means would weigh a pass of one long document like one of many short ones."""
     results = []
     for pass_tokens in (12, 10_000):
-        schedule = Schedule(num_steps=None, tokens_per_step=10_000, pass_tokens=pass_tokens, warmup_steps=1, autocast=False)
+        schedule = Schedule(
+            num_steps=None, tokens_per_step=10_000, pass_tokens=pass_tokens, warmup_steps=1, autocast=False
+        )
         trainer = DrafterTrainer(make_drafter(), make_head(), schedule)
         trainer.submit(make_documents(LENGTHS))
         assert trainer.run(lambda: False) and trainer.num_steps == 1
@@ -282,7 +297,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 
 def test_training_teaches_eagle_what_follows_each_token() -> None:
-    """The teacher's distribution depends on the previous token alone: a drafter must find that."""
+    """The target distribution depends on the previous token alone: a drafter must find that."""
     rng = np.random.default_rng(0)
     head_VD = make_head()
     states = rng.standard_normal((VOCABULARY, head_VD.shape[1]), np.float32) * 4
@@ -308,7 +323,7 @@ def test_training_teaches_eagle_what_follows_each_token() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_teaches_what_the_taps_say(kind: str) -> None:
-    """The teacher's distribution is that of the document, and only taps tell which: deaf to them it guesses an average."""
+    """The target distribution is that of the document, and only taps tell which: deaf to them it guesses an average."""
     rng = np.random.default_rng(0)
     head_VD = make_head()
     states = rng.standard_normal((8, head_VD.shape[1]), np.float32) * 4

@@ -1,4 +1,4 @@
-"""What `bench training` measures with: documents as long as the arena's, and losses that tell whether a mask is missing."""
+"""Inputs of `bench training`: documents as long as the arena's, and losses that show whether a mask is missing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from drafter_cases import policy_config
-from paceline.bench import training
-from paceline.draft.lesson import Document, Pack, make_pack
-from paceline.draft.trainer import Schedule, trained
+from paceline.drafters.packing import Document, Pack, make_pack
+from paceline.drafters.trainer import Schedule, trained
+from paceline.lab.bench import training
 
 POLICY = policy_config(vocab_size=128)
 POLICY.eos_token_id = 1

@@ -16,19 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.precision import KvScales, quantise_blocks
-from paceline.rollout import transfer
-from paceline.rollout.transfer import (
-    Push,
-    PushReport,
-    ShmReceiver,
-    ShmSender,
-    TensorSpec,
-    check_precision,
-    device_fingerprint,
-    fingerprint,
-)
+from paceline.fp8 import KvScales, quantise_blocks
 from paceline.types import PushRefusedError
+from paceline.weights.check import TensorSpec, check_precision, check_push, inventory
+from paceline.weights.deliver import deliver
+from paceline.weights.fingerprint import device_fingerprint, fingerprint, mismatched
+from paceline.weights.message import Push, PushReport
+from paceline.weights.shared_memory import ShmReceiver, ShmSender, sweep
 
 SHM = Path("/dev/shm")
 
@@ -40,13 +34,22 @@ def weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, tor
 
 
 def specs(tensors: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    return {name: TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return {
+        name: TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+
+
+def received(
+    push: Push, expected: dict[str, TensorSpec], receiver: ShmReceiver | None = None
+) -> list[tuple[str, torch.Tensor]]:
+    return check_push(push, expected, (receiver or ShmReceiver()).fetch(push))
 
 
 def change_byte(push: Push, name: str, *, at: int = 0) -> None:
     """Flip one bit of a staged tensor, behind the sender's back."""
     entry = next(entry for entry in push.entries if entry.name == name)
-    with (SHM / push.segment).open("r+b") as file:
+    with (SHM / push.channel).open("r+b") as file:
         file.seek(entry.offset + at)
         byte = file.read(1)[0]
         file.seek(entry.offset + at)
@@ -62,7 +65,7 @@ def sender() -> Iterator[ShmSender]:
 
 def test_what_is_staged_arrives_bit_by_bit(sender: ShmSender) -> None:
     sent = weights() | {"scalar": torch.tensor(3.5), "none": torch.empty(0, 4), "indices": torch.arange(5)}
-    arrived = dict(ShmReceiver().check(sender.stage(1, sent.items()), specs(sent)))
+    arrived = dict(received(sender.stage(1, sent.items()), specs(sent)))
     assert list(arrived) == list(sent)
     for name, tensor in sent.items():
         assert arrived[name].dtype == tensor.dtype
@@ -72,7 +75,7 @@ def test_what_is_staged_arrives_bit_by_bit(sender: ShmSender) -> None:
 def test_a_transposed_tensor_arrives_in_its_logical_order(sender: ShmSender) -> None:
     """Copying its memory as it lies would send the untransposed values under the transposed shape."""
     sent = {"w": torch.arange(6.0).reshape(2, 3).T}
-    assert torch.equal(dict(ShmReceiver().check(sender.stage(1, sent.items()), specs(sent)))["w"], sent["w"])
+    assert torch.equal(dict(received(sender.stage(1, sent.items()), specs(sent)))["w"], sent["w"])
 
 
 def test_push_survives_json(sender: ShmSender) -> None:
@@ -89,7 +92,7 @@ def test_report_survives_json() -> None:
 def test_second_push_reuses_the_segment_and_its_offsets(sender: ShmSender) -> None:
     """A new segment at every push would cost its page faults again, and its memory for ever."""
     first, second = sender.stage(1, weights(1).items()), sender.stage(2, weights(2).items())
-    assert second.segment == first.segment
+    assert second.channel == first.channel
     assert [entry.offset for entry in second.entries] == [entry.offset for entry in first.entries]
     assert all(a.fingerprint != b.fingerprint for a, b in zip(first.entries, second.entries, strict=True))
 
@@ -98,8 +101,8 @@ def test_receiver_follows_a_segment_that_grew(sender: ShmSender) -> None:
     """The mapping is kept between pushes; past its old end there is nothing to read."""
     small, large = weights(), weights() | {"huge": torch.randn(3_000_000), "huger": torch.randn(5_000_000)}
     receiver = ShmReceiver()
-    receiver.check(sender.stage(1, small.items()), specs(small))
-    arrived = dict(receiver.check(sender.stage(2, large.items()), specs(large)))
+    received(sender.stage(1, small.items()), specs(small), receiver)
+    arrived = dict(received(sender.stage(2, large.items()), specs(large), receiver))
     assert torch.equal(arrived["huger"], large["huger"])
 
 
@@ -107,13 +110,13 @@ def test_targets_have_segments_of_their_own(sender: ShmSender) -> None:
     """A drafter's push must not overwrite a policy's that is still being read."""
     policy, drafter = weights(1), weights(2)
     policy_push, drafter_push = sender.stage(1, policy.items()), sender.stage(1, drafter.items(), target="drafter")
-    assert policy_push.segment != drafter_push.segment
-    assert torch.equal(dict(ShmReceiver().check(policy_push, specs(policy)))["big"], policy["big"])
+    assert policy_push.channel != drafter_push.channel
+    assert torch.equal(dict(received(policy_push, specs(policy)))["big"], policy["big"])
 
 
 def refusal(push: Push, expected: dict[str, TensorSpec], receiver: ShmReceiver | None = None) -> str:
     with pytest.raises(PushRefusedError) as caught:
-        (receiver or ShmReceiver()).check(push, expected)
+        received(push, expected, receiver)
     return str(caught.value)
 
 
@@ -137,7 +140,7 @@ def test_largest_finite_values_are_not_refused(sender: ShmSender) -> None:
     kinds = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
     limits = {kind: torch.tensor([torch.finfo(kind).max, torch.finfo(kind).min], dtype=torch.float64) for kind in kinds}
     sent = {str(kind): values.to(kind) for kind, values in limits.items()} | {"all ones": torch.tensor([-1, 2**62])}
-    assert len(ShmReceiver().check(sender.stage(1, sent.items()), specs(sent))) == 7
+    assert len(received(sender.stage(1, sent.items()), specs(sent))) == 7
 
 
 def test_fast_finite_check_agrees_with_torch(sender: ShmSender) -> None:
@@ -149,7 +152,7 @@ def test_fast_finite_check_agrees_with_torch(sender: ShmSender) -> None:
         for entry in push.entries:
             one, expected = replace(push, entries=(entry,)), {entry.name: specs(sent)[entry.name]}
             if bool(torch.isfinite(sent[entry.name]).all()):
-                receiver.check(one, expected)
+                received(one, expected, receiver)
             else:
                 assert "NaN" in refusal(one, expected, receiver)
 
@@ -186,7 +189,7 @@ def test_indices_sent_as_floats_are_refused(sender: ShmSender) -> None:
 def test_other_float_type_than_the_checkpoint_passes(sender: ShmSender) -> None:
     """A float32 learner may feed an engine that was started from a bfloat16 checkpoint; the engine converts."""
     sent = weights(dtype=torch.float32)
-    assert len(ShmReceiver().check(sender.stage(1, sent.items()), specs(weights()))) == 4
+    assert len(received(sender.stage(1, sent.items()), specs(weights()))) == 4
 
 
 def test_entry_that_points_outside_is_refused(sender: ShmSender) -> None:
@@ -199,12 +202,15 @@ def test_entry_that_points_outside_is_refused(sender: ShmSender) -> None:
 @pytest.mark.parametrize("segment", ["../../etc/passwd", "paceline-/../x", "other", "paceline-gone"])
 def test_segment_that_is_not_ours_is_refused(sender: ShmSender, segment: str) -> None:
     push = sender.stage(1, weights().items())
-    assert segment in refusal(replace(push, segment=segment), specs(weights()))
+    assert segment in refusal(replace(push, channel=segment), specs(weights()))
 
 
 def test_quantised_push_names_what_an_fp8_engine_must_hold(sender: ShmSender) -> None:
     """Fingerprints of the reference come with the push; those of the BF16 bytes stay as they are."""
-    layer = {"model.layers.0.self_attn.o_proj.weight": torch.randn(40, 60).bfloat16(), "model.norm.weight": torch.ones(60)}
+    layer = {
+        "model.layers.0.self_attn.o_proj.weight": torch.randn(40, 60).bfloat16(),
+        "model.norm.weight": torch.ones(60),
+    }
     plain, push = sender.stage(1, layer.items()), sender.stage(1, layer.items(), quantised=True)
     reference = quantise_blocks(layer["model.layers.0.self_attn.o_proj.weight"])
     assert push.entries == plain.entries
@@ -231,9 +237,19 @@ def test_scales_are_part_of_what_must_be_held_and_survive_json(sender: ShmSender
         (True, 2, "kv_scales: calibrated for version 4; must be of version 5"),
     ],
 )
-def test_push_for_another_precision_or_with_old_scales_is_refused(fp8_weights: bool, num_kv_scales: int, why: str) -> None:
+def test_push_for_another_precision_or_with_old_scales_is_refused(
+    fp8_weights: bool, num_kv_scales: int, why: str
+) -> None:
     scales = KvScales(version=4, q=(1.0, 1.0), k=(1.0, 1.0), v=(1.0, 1.0))
-    push = Push(version=5, target="policy", segment="", entries=(), quantised={"a": "b"}, kv_scales=scales)
+    push = Push(
+        version=5,
+        target="policy",
+        transport="shared_memory",
+        channel="",
+        entries=(),
+        quantised={"a": "b"},
+        kv_scales=scales,
+    )
     with pytest.raises(PushRefusedError, match=why):
         check_precision(push, fp8_weights=fp8_weights, num_kv_scales=num_kv_scales)
     check_precision(replace(push, version=4), fp8_weights=True, num_kv_scales=2)
@@ -254,7 +270,9 @@ def test_fingerprint_sees_every_kind_of_change(take: Any) -> None:
     exchanged = tensor.clone()
     exchanged[[3, 4]] = exchanged[[4, 3]]
     same_bytes = (tensor.reshape(10, 100), tensor.view(torch.int32))
-    prints = [take(x) for x in (tensor, flipped, exchanged, *same_bytes, tensor[:-1], torch.cat([tensor, torch.zeros(1)]))]
+    prints = [
+        take(x) for x in (tensor, flipped, exchanged, *same_bytes, tensor[:-1], torch.cat([tensor, torch.zeros(1)]))
+    ]
     assert len(set(prints)) == len(prints)
     assert take(tensor.clone()) == prints[0]
 
@@ -266,8 +284,8 @@ def test_fingerprint_on_the_way_is_the_fingerprint(sender: ShmSender) -> None:
 
 
 def test_mismatch_names_what_differs_is_absent_or_came_from_nowhere() -> None:
-    assert transfer.mismatched({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "9", "d": "4"}) == ("b", "c", "d")
-    assert transfer.mismatched({"a": "1"}, {"a": "1"}) == ()
+    assert mismatched({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "9", "d": "4"}) == ("b", "c", "d")
+    assert mismatched({"a": "1"}, {"a": "1"}) == ()
 
 
 def test_inventory_reads_every_shard_of_the_index_and_no_other_file(tmp_path: Path) -> None:
@@ -279,17 +297,17 @@ def test_inventory_reads_every_shard_of_the_index_and_no_other_file(tmp_path: Pa
     save_file({"c": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert transfer.inventory(tmp_path) == {"a": TensorSpec("bfloat16", (2, 3)), "b": TensorSpec("int64", (4,))}
+    assert inventory(tmp_path) == {"a": TensorSpec("bfloat16", (2, 3)), "b": TensorSpec("int64", (4,))}
 
 
 def test_inventory_of_a_directory_without_weights_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="directory"):
-        transfer.inventory(tmp_path)
+        inventory(tmp_path)
 
 
 def test_segment_is_private_and_goes_with_its_sender() -> None:
     sender = ShmSender()
-    path = SHM / sender.stage(1, weights().items()).segment
+    path = SHM / sender.stage(1, weights().items()).channel
     assert path.stat().st_mode & 0o777 == 0o600
     sender.close()
     assert not path.exists()
@@ -297,9 +315,9 @@ def test_segment_is_private_and_goes_with_its_sender() -> None:
 
 OWNER = """
 import sys, torch
-from paceline.rollout.transfer import ShmSender
+from paceline.weights.shared_memory import ShmSender
 sender = ShmSender()
-print(sender.stage(1, [("w", torch.zeros(8))]).segment, flush=True)
+print(sender.stage(1, [("w", torch.zeros(8))]).channel, flush=True)
 sys.stdin.read()
 """
 
@@ -312,14 +330,14 @@ def start_owner() -> tuple[subprocess.Popen[str], Path]:
 
 def test_sweep_removes_a_killed_owners_segment_and_no_living_ones(sender: ShmSender) -> None:
     """Without it every crash would keep the weights in memory until the machine restarts."""
-    own = SHM / sender.stage(1, weights().items()).segment
+    own = SHM / sender.stage(1, weights().items()).channel
     owner, theirs = start_owner()
-    assert theirs.name not in transfer.sweep()
+    assert theirs.name not in sweep()
     assert theirs.exists()
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     assert theirs.exists()
-    assert theirs.name in transfer.sweep()
+    assert theirs.name in sweep()
     assert not theirs.exists()
     assert own.exists()
 
@@ -331,7 +349,7 @@ def test_owner_that_ends_without_closing_leaves_nothing() -> None:
 
 
 def test_forked_child_does_not_take_the_segment_along(sender: ShmSender) -> None:
-    path = SHM / sender.stage(1, weights().items()).segment
+    path = SHM / sender.stage(1, weights().items()).channel
     pid = os.fork()
     if pid == 0:
         sender.close()
@@ -372,7 +390,7 @@ class FakeEngine:
     def _receive(self, plain: dict[str, Any], expected: dict[str, TensorSpec]) -> dict[str, Any]:
         push = Push.from_dict(json.loads(json.dumps(plain)))
         try:
-            self.model = {name: tensor.clone() for name, tensor in ShmReceiver().check(push, expected)}
+            self.model = {name: tensor.clone() for name, tensor in received(push, expected)}
         except PushRefusedError as error:
             return PushReport(version=push.version, refused=str(error), fingerprints={}).to_dict()
         return PushReport(version=push.version, fingerprints=push.fingerprints | self.forge).to_dict()
@@ -381,7 +399,7 @@ class FakeEngine:
 def test_delivered_push_makes_the_new_version_and_resumes(sender: ShmSender) -> None:
     sent = weights()
     engine = FakeEngine(specs(sent))
-    receipt = asyncio.run(transfer.deliver(engine, sender.stage(5, sent.items())))
+    receipt = asyncio.run(deliver(engine, sender.stage(5, sent.items())))
     assert receipt.ok
     assert (receipt.engine, receipt.version, receipt.num_tensors) == ("engine-0", 5, 4)
     assert receipt.num_bytes == 2 * sum(tensor.numel() for tensor in sent.values())
@@ -393,7 +411,7 @@ def test_refused_push_leaves_the_old_version_running(sender: ShmSender) -> None:
     engine = FakeEngine(specs(weights()), num_workers=2)
     push = sender.stage(5, weights().items())
     change_byte(push, "up")
-    receipt = asyncio.run(transfer.deliver(engine, push))
+    receipt = asyncio.run(deliver(engine, push))
     assert receipt.error is not None
     assert receipt.error.startswith("up: fingerprint")
     assert (receipt.ok, receipt.lost, engine.policy_version, engine.running) == (False, False, 0, True)
@@ -403,7 +421,7 @@ def test_engine_that_fails_during_a_push_is_lost_and_stays_paused(sender: ShmSen
     """It may hold half of the new policy: resuming it would sample from neither version."""
     engine = FakeEngine(specs(weights()))
     engine.die = RuntimeError("worker ran out of memory")
-    receipt = asyncio.run(transfer.deliver(engine, sender.stage(5, weights().items())))
+    receipt = asyncio.run(deliver(engine, sender.stage(5, weights().items())))
     assert (receipt.lost, receipt.error) == (True, "RuntimeError: worker ran out of memory")
     assert (engine.policy_version, engine.running) == (0, False)
 
@@ -412,7 +430,7 @@ def test_engine_whose_workers_disagree_is_lost(sender: ShmSender) -> None:
     """Tensor-parallel workers of two versions answer with nonsense."""
     engine = FakeEngine(specs(weights()), num_workers=2)
     engine.expected[1] = {**engine.expected[1], "extra": TensorSpec("float32", (1,))}
-    receipt = asyncio.run(transfer.deliver(engine, sender.stage(5, weights().items())))
+    receipt = asyncio.run(deliver(engine, sender.stage(5, weights().items())))
     assert receipt.lost
     assert not engine.running
 
@@ -420,11 +438,11 @@ def test_engine_whose_workers_disagree_is_lost(sender: ShmSender) -> None:
 def test_engine_that_reports_other_fingerprints_is_lost(sender: ShmSender) -> None:
     engine = FakeEngine(specs(weights()))
     engine.forge = {"norm": "0" * 32}
-    receipt = asyncio.run(transfer.deliver(engine, sender.stage(5, weights().items())))
+    receipt = asyncio.run(deliver(engine, sender.stage(5, weights().items())))
     assert (receipt.mismatched, receipt.lost, engine.policy_version) == (("norm",), True, 0)
 
 
 def test_drafter_push_leaves_the_policy_version_alone(sender: ShmSender) -> None:
     engine = FakeEngine(specs(weights()))
-    assert asyncio.run(transfer.deliver(engine, sender.stage(9, weights().items(), target="drafter"))).ok
+    assert asyncio.run(deliver(engine, sender.stage(9, weights().items(), target="drafter"))).ok
     assert engine.policy_version == 0

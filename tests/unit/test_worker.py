@@ -14,10 +14,10 @@ import torch
 
 from drafter_cases import make_documents, make_drafter, make_head
 from paceline.config import BufferConfig, DrafterTrainingConfig, DriftConfig
-from paceline.draft.buffer import Buffer
-from paceline.draft.checkpoint import save
-from paceline.draft.exchange import Exchange
-from paceline.draft.worker import TrainerProcess, TrainingWorker, WorkerSettings, documents_in, rounds_in
+from paceline.drafters.buffer import Buffer
+from paceline.drafters.checkpoint import save
+from paceline.drafters.rounds import Rounds
+from paceline.drafters.worker import TrainerProcess, TrainingWorker, WorkerSettings, documents_in, rounds_in
 
 LENGTHS = [(4, 20), (3, 30), (5, 12)] * 20
 
@@ -48,8 +48,8 @@ def fill(settings: WorkerSettings, version: int = 1) -> None:
     buffer.put_head(make_head().numpy(), version)
 
 
-def exchange_of(settings: WorkerSettings) -> Exchange:
-    return Exchange(rounds_in(settings.directory), settings.drafter)
+def rounds_of(settings: WorkerSettings) -> Rounds:
+    return Rounds(rounds_in(settings.directory), settings.drafter)
 
 
 def test_without_documents_there_is_nothing_to_do(settings: WorkerSettings) -> None:
@@ -58,42 +58,43 @@ def test_without_documents_there_is_nothing_to_do(settings: WorkerSettings) -> N
 
 def test_training_makes_a_better_drafter_which_is_then_judged_so(settings: WorkerSettings) -> None:
     fill(settings)
-    worker, exchange = TrainingWorker(settings), exchange_of(settings)
-    while exchange.fresh_tokens() < 8000:
+    worker, rounds = TrainingWorker(settings), rounds_of(settings)
+    while rounds.fresh_tokens() < 8000:
         assert worker.work()
-    exchange.close_round()
+    rounds.close_round()
     assert worker.work()
-    verdict = exchange.verdict(1)
+    verdict = rounds.verdict(1)
     assert verdict is not None and verdict.publish and verdict.after > verdict.before
-    assert exchange.progress("a").num_tokens >= 8000 and exchange.progress("a").training_s > 0
+    assert rounds.progress("a").num_tokens >= 8000 and rounds.progress("a").training_s > 0
 
 
 def test_a_drafter_that_got_worse_is_judged_so(settings: WorkerSettings) -> None:
-    """Planted: a base of noise in place of what was trained. Published, it would cost every rollout until the next update."""
+    """Planted: a base of noise in place of what was trained. Published, it would cost every rollout until the next
+    update."""
     fill(settings)
-    worker, exchange = TrainingWorker(settings), exchange_of(settings)
+    worker, rounds = TrainingWorker(settings), rounds_of(settings)
     worker.work()
-    noise = {name: torch.randn(weight.shape) * 3 for name, weight in exchange.base(0).items()}
-    exchange.put_state(0, "b", noise, 10**9)
-    exchange.close_round()
+    noise = {name: torch.randn(weight.shape) * 3 for name, weight in rounds.base(0).items()}
+    rounds.put_state(0, "b", noise, 10**9)
+    rounds.close_round()
     assert worker.work()
-    verdict = exchange.verdict(1)
+    verdict = rounds.verdict(1)
     assert verdict is not None and not verdict.publish and verdict.after < verdict.before
 
 
 def test_workers_go_on_from_the_newest_base(settings: WorkerSettings) -> None:
     fill(settings)
-    exchange = exchange_of(settings)
+    rounds = rounds_of(settings)
     first, second = TrainingWorker(settings), TrainingWorker(settings.model_copy(update={"name": "b"}))
     first.work()
     second.work()
-    mean = exchange.close_round()
-    exchange.publish(mean)  # nothing to judge
+    mean = rounds.close_round()
+    rounds.publish(mean)  # nothing to judge
     first.work()
-    moved = exchange.base(mean)
-    trained = exchange.close_round()
+    moved = rounds.base(mean)
+    trained = rounds.close_round()
     differences = [
-        float((exchange.base(trained)[name] - moved[name]).norm() / moved[name].norm())
+        float((rounds.base(trained)[name] - moved[name]).norm() / moved[name].norm())
         for name in moved
         if name.startswith("drafter/layers") and moved[name].ndim == 2
     ]
@@ -107,22 +108,27 @@ def test_a_damaged_document_costs_itself_and_nothing_else(settings: WorkerSettin
     worker = TrainingWorker(settings)
     for _ in range(3):
         assert worker.work()
+    num_broken = rounds_of(settings).progress(settings.name).num_broken_files
+    assert num_broken >= 1, "nobody would know"
+    worker = TrainingWorker(settings)
+    assert worker.work()
+    assert rounds_of(settings).progress(settings.name).num_broken_files >= num_broken, "a restart must not hide it"
 
 
 def test_process_gives_way_at_once_goes_on_and_dies_in_mid_slice_without_harm(settings: WorkerSettings) -> None:
     """A stopped process that still used its core would slow the engine; a killed one must leave only whole files."""
     fill(settings)
-    exchange = exchange_of(settings)
+    rounds = rounds_of(settings)
     process = TrainerProcess(settings)
     try:
         assert process.wait_ready()
         handle = psutil.Process(process.pid)
-        assert exchange.progress("a").num_tokens == 0, "it trained before it was given a place"
+        assert rounds.progress("a").num_tokens == 0, "it trained before it was given a place"
         recalls_ms = []
         for _ in range(5):
-            seen = exchange.progress("a").num_tokens
+            seen = rounds.progress("a").num_tokens
             process.lease()
-            _wait(lambda seen=seen: exchange.progress("a").num_tokens > seen)
+            _wait(lambda seen=seen: rounds.progress("a").num_tokens > seen)
             began_s = time.perf_counter()
             process.recall()
             recalls_ms.append(1000 * (time.perf_counter() - began_s))
@@ -131,16 +137,16 @@ def test_process_gives_way_at_once_goes_on_and_dies_in_mid_slice_without_harm(se
             assert sum(handle.cpu_times()[:2]) == used_s, "it works on after it was recalled"
         assert np.median(recalls_ms) < 50
         process.lease()
-        seen = exchange.progress("a").num_tokens
-        _wait(lambda: exchange.progress("a").num_tokens > seen)
+        seen = rounds.progress("a").num_tokens
+        _wait(lambda: rounds.progress("a").num_tokens > seen)
         os.kill(process.pid, signal.SIGKILL)
         _wait(lambda: process.ended() is not None)
     finally:
         process.kill()
-    number = exchange.close_round()
-    assert all(torch.isfinite(weight).all() for weight in exchange.base(number).values())
+    number = rounds.close_round()
+    assert all(torch.isfinite(weight).all() for weight in rounds.base(number).values())
     survivor = TrainingWorker(settings)
-    assert survivor.work() and exchange.verdict(number) is not None
+    assert survivor.work() and rounds.verdict(number) is not None
 
 
 def _wait(condition, deadline_s: float = 60.0) -> None:

@@ -1,32 +1,24 @@
 """Entry points `vllm.general_plugins`: vLLM calls them in every process that it starts, ours or not.
 
-Two, because vLLM's own VLLM_PLUGINS can leave one out: `VLLM_PLUGINS=paceline` is the stock sampler, which certify must find wrong.
+Two, because vLLM's own VLLM_PLUGINS can leave one out: `VLLM_PLUGINS=paceline` is the stock sampler, which certify must
+find wrong.
 """
 
 from __future__ import annotations
 
-from paceline.rollout import compat
+from paceline.rollout.internals import amx, sampler_fix
+from paceline.rollout.internals.registry import register_backend
 
-_TRANSFER = "paceline.rollout.backends"
-# Backend name, as `weight_transfer_config` spells it, and the class in backends.py that serves it in the engine's worker.
-_BACKENDS = (
-    ("paceline_shm", "ShmWeightTransferEngine"),
-    ("paceline_nccl", "FingerprintedNcclEngine"),
-    ("paceline_ipc", "FingerprintedIpcEngine"),
-)
+_BACKEND = "paceline"
+"""As `weight_transfer_config` spells it."""
 
 
 def register() -> None:
-    """Initialise AMX and make the weight wire known to vLLM. Changes nothing for an engine that does not name our backend."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    compat.initialise_amx()
-    for name, class_name in _BACKENDS:
-        # vLLM may load plugins more than once in a process, and its factory refuses a name that it knows.
-        if name not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(name, _TRANSFER, class_name)
+    """Initialise AMX and make the weight wire known to vLLM. Changes nothing for an engine that does not name it."""
+    amx.initialise_amx()
+    register_backend(_BACKEND, "paceline.rollout.receiver", "PushReceiver")
 
 
 def mend() -> None:
     """Make speculation sound where this vLLM's sampler is not."""
-    compat.mend_sampler()
+    sampler_fix.mend_sampler()

@@ -1,14 +1,15 @@
-"""`draft/history.py` as a proposer of vLLM (`method="custom_class"`).
+"""`drafters/history.py` as a proposer of vLLM (`method="custom_class"`).
 
     speculative_config = {
         "method": "custom_class", "model": "paceline.rollout.proposer.HistoryProposer", "num_speculative_tokens": k
     }
 
-vLLM builds it in the worker and calls `propose` after every step, with rows of tokens and nothing else. It is not told how many
-tokens are wanted: it always drafts `k`, and whoever schedules cuts. Its settings are a `config.HistoryDrafter`, under
-`additional_config["paceline"]["drafter"]`; without them the defaults hold.
+vLLM builds it in the worker and calls `propose` after every step, with rows of tokens and nothing else. It is not told
+how many tokens are wanted: it always drafts `k`, and whoever schedules cuts. Its settings are a
+`config.HistoryDrafter`, under `additional_config["paceline"]["drafter"]`; without them the defaults hold.
 
-A drafter may fail, a rollout may not: whatever goes wrong in here ends in empty drafts, a count and one line in the log.
+A drafter may fail, a rollout may not: whatever goes wrong in here ends in empty drafts, a count and one line in the
+log.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import numpy as np
 from vllm.logger import init_logger
 
 from paceline.config import HistoryDrafter
-from paceline.draft.history import History
-from paceline.draft.share import Share
+from paceline.drafters.history import History
+from paceline.drafters.history_exchange import HistoryExchange
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
-FIGURES = (
+COUNTERS = (
     "num_proposals",
     "num_rows",
     "num_matched",  # rows that got a draft
@@ -51,11 +52,13 @@ class HistoryProposer:
         settings = _settings(vllm_config.additional_config)
         vocabulary_size = vllm_config.model_config.get_vocab_size()
         self._history = _build(settings, vllm_config, vocabulary_size)
-        self._share: Share | None = None
+        self._share: HistoryExchange | None = None
         if settings.share_directory is not None:
             capacity_mb = settings.capacity_mb
-            self._share = Share(settings.share_directory, vocabulary_size=vocabulary_size, capacity_mb=capacity_mb)
-        self._figures = dict.fromkeys(FIGURES, 0.0)
+            self._share = HistoryExchange(
+                settings.share_directory, vocabulary_size=vocabulary_size, capacity_mb=capacity_mb
+            )
+        self._counts = dict.fromkeys(COUNTERS, 0.0)
         self._max_rows = vllm_config.scheduler_config.max_num_seqs
         self._last_full_s: float | None = None
 
@@ -82,37 +85,37 @@ class HistoryProposer:
                 self._exchange(self._share)
             except Exception:  # noqa: BLE001  a full disk must not take the drafts with it
                 self._fail("the history drafter could not share rollouts; it goes on with its own")
-        self._figures["num_proposals"] += 1
-        self._figures["num_rows"] += len(drafts)
-        self._figures["num_matched"] += sum(map(bool, drafts))
-        self._figures["num_drafted"] += sum(map(len, drafts))
+        self._counts["num_proposals"] += 1
+        self._counts["num_rows"] += len(drafts)
+        self._counts["num_matched"] += sum(map(bool, drafts))
+        self._counts["num_drafted"] += sum(map(len, drafts))
         self._time(began_s, time.perf_counter(), full=len(drafts) == self._max_rows)
         return drafts
 
-    def figures(self) -> dict[str, float]:
-        """Sums since the start, by the names in FIGURES, and `broken_files`."""
+    def counters(self) -> dict[str, float]:
+        """Sums since the start, by the names in COUNTERS, and `broken_files`."""
         broken = 0.0 if self._share is None else float(self._share.num_broken)
-        return self._figures | {"broken_files": broken}
+        return self._counts | {"broken_files": broken}
 
     def _time(self, began_s: float, ended_s: float, *, full: bool) -> None:
-        self._figures["seconds"] += ended_s - began_s
+        self._counts["seconds"] += ended_s - began_s
         if full and self._last_full_s is not None:
-            self._figures["full_batch_seconds"] += ended_s - began_s
-            self._figures["full_batch_step_seconds"] += ended_s - self._last_full_s
+            self._counts["full_batch_seconds"] += ended_s - began_s
+            self._counts["full_batch_step_seconds"] += ended_s - self._last_full_s
         self._last_full_s = ended_s if full else None
 
-    def _exchange(self, share: Share) -> None:
+    def _exchange(self, share: HistoryExchange) -> None:
         finished = self._history.take_finished()
         share.put(finished)
-        self._figures["shared_rollouts"] += len(finished)
+        self._counts["shared_rollouts"] += len(finished)
         for record in share.take():
             self._history.add(record)
-            self._figures["merged_rollouts"] += 1
+            self._counts["merged_rollouts"] += 1
 
     def _fail(self, what: str) -> None:
-        if not self._figures["failures"]:
+        if not self._counts["failures"]:
             logger.exception("%s. Later failures are counted, not logged.", what)
-        self._figures["failures"] += 1
+        self._counts["failures"] += 1
 
 
 def _settings(additional_config: Any) -> HistoryDrafter:

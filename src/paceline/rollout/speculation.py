@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.config import EagleDrafter, EngineConfig, HistoryDrafter, NgramDrafter, ParallelDrafter, SpeculationConfig
 
 FP8_WEIGHTS = "fp8_per_block"
-"""vLLM's name for what `precision.quantise_blocks` does."""
+"""vLLM's name for what `fp8.quantise_blocks` does."""
 
 
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """How one engine speculates, and where its scheduler leaves what it sees."""
-
-    config: SpeculationConfig
-    trace: Path | None = None
-    figures: Path | None = None
-    off: Path | None = None
-
-    def scheduler_settings(self) -> dict[str, Any]:
-        """A `scheduler.SchedulerSettings` as plain data, for vLLM's `additional_config`."""
-        return {
-            "selector": self.config.selector.model_dump(mode="json"),
-            "drafter": self.config.drafter.model_dump(mode="json"),
-            "trace": None if self.trace is None else str(self.trace),
-            "figures": None if self.figures is None else str(self.figures),
-            "off": None if self.off is None else str(self.off),
-        }
+def scheduler_settings(config: SpeculationConfig) -> dict[str, Any]:
+    """A `scheduler.SchedulerSettings` as plain data, for vLLM's `additional_config`."""
+    return {
+        "selector": config.selector.model_dump(mode="json"),
+        "drafter": config.drafter.model_dump(mode="json"),
+    }
 
 
 def speculative_config(config: SpeculationConfig, engine: EngineConfig) -> dict[str, Any]:
     length = config.max_draft_length
-    # The table says to vLLM that the draft length changes at run time (it bears on CUDA graphs); the scheduler overrules it.
+    # The table says to vLLM that the draft length changes at run time (it bears on CUDA graphs); the scheduler
+    # overrules it.
     settings: dict[str, Any] = {
         "num_speculative_tokens": length,
         "num_speculative_tokens_per_batch_size": [(1, engine.max_num_seqs, length)],
@@ -44,7 +32,10 @@ def speculative_config(config: SpeculationConfig, engine: EngineConfig) -> dict[
             return settings | {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": longest}
         case HistoryDrafter():
             return settings | {"method": "custom_class", "model": "paceline.rollout.proposer.HistoryProposer"}
-        case EagleDrafter(kind=method, path=path, draft_sampling=how) | ParallelDrafter(kind=method, path=path, draft_sampling=how):
+        case (
+            EagleDrafter(kind=method, path=path, draft_sampling=how)
+            | ParallelDrafter(kind=method, path=path, draft_sampling=how)
+        ):
             quantised = {"quantization": FP8_WEIGHTS} if config.drafter.weights == "fp8" else {}
             return settings | {"method": method, "model": path, "draft_sample_method": how} | quantised
 
@@ -58,6 +49,6 @@ def scheduler_class(config: SpeculationConfig, *, cpu: bool) -> str:
 def check_drafter(config: SpeculationConfig, model_path: Path, engine: EngineConfig) -> None:
     """Refuse a learned drafter that does not fit the policy, before an engine is started for it."""
     if isinstance(config.drafter, EagleDrafter | ParallelDrafter):
-        from paceline.draft.checkpoint import preflight
+        from paceline.drafters.checkpoint import preflight
 
         preflight(Path(config.drafter.path), model_path, kind=config.drafter.kind, max_model_len=engine.max_model_len)

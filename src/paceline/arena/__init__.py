@@ -1,1 +1,0 @@
-"""A real small workload, on which everything is measured."""

@@ -1,0 +1,1 @@
+"""Whether speculation is lossless, shown on the user's own engine."""

@@ -1,0 +1,198 @@
+"""`paceline certify`: is speculation lossless on this engine, with these flags?
+
+    sampler       vLLM's rejection sampler on known distributions                  chi-square at every position
+    engines       the user's engine with speculation and without, same prompts     exact two-sample test
+    greedy        the same two in FP32 at temperature 0                            equal tokens
+    learner       what the FP32 engine sampled, scored by the learner              log-probabilities by class, surprise
+
+The tests are in lossless.py; here the engines are started, one after another, and their words collected. With a planted
+fault only the part runs that has to find it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+import torch
+
+from paceline.certify.fp32 import learner_part
+from paceline.certify.lossless import (
+    DEVIATIONS,
+    FALSE_POSITIVE_RATE,
+    LOGP_FAULT,
+    NUM_CELLS,
+    VERDICT_NUMBER,
+    SamplerCell,
+    SamplerFault,
+    examine,
+    plant,
+    two_sample,
+    verdict,
+)
+from paceline.certify.subject import QUICK, Effort, Findings, Subject, generate
+from paceline.config import Config
+from paceline.context import Context
+from paceline.measure import Result, environment
+from paceline.rollout.internals import rejection_sampler
+from paceline.rollout.internals.sampler_fix import mend_sampler
+from paceline.rollout.sampler import refuse_lossy
+from paceline.types import Prompt, Rollout, RolloutRequest, Tokens
+
+_FEWEST_DRAFTED = 1000
+
+
+def certify(
+    model_path: Path,
+    prompts: Sequence[Prompt],
+    config: Config,
+    *,
+    context: Context,
+    fault: str | None = None,
+    without_shim: bool = False,
+    effort: Effort | None = None,
+    seed: int = 0,
+) -> Result:
+    """All parts, or with a planted `fault` (`lossless.SAMPLER_FAULTS`, `lossless.LOGP_FAULT`) the part that it is
+    planted in."""
+    effort = effort or Effort()
+    if fault is not None and fault not in (*get_args(SamplerFault), LOGP_FAULT):
+        raise ValueError(f"fault: got {fault!r}; must be one of {', '.join((*get_args(SamplerFault), LOGP_FAULT))}")
+    subject = Subject(model_path=model_path, prompts=prompts, config=config, without_shim=without_shim, seed=seed)
+    refuse_lossy(_vllm_settings(subject))
+    found = Findings()
+    began_s = time.monotonic()
+    if fault != LOGP_FAULT:
+        _sampler_part(found, subject, cast("SamplerFault | None", fault), effort, context)
+    if fault is None:
+        _engine_part(found, subject, effort, context)
+    if fault is None or fault == LOGP_FAULT:
+        learner_part(found, subject, effort, context, shift_logp=fault == LOGP_FAULT)
+    if effort == QUICK:
+        found.missing.append("--quick samples so little that only gross faults show; without it the verdict counts")
+    found.add("seconds", time.monotonic() - began_s, ("<=", 300.0) if fault is None else None)
+    return _result(found, subject, fault, effort)
+
+
+def _vllm_settings(subject: Subject) -> Mapping[str, Any]:
+    from paceline.rollout.speculation import speculative_config
+
+    return speculative_config(subject.speculation, subject.config.rollout.engine)
+
+
+# The sampler.
+
+
+def _sampler_part(
+    found: Findings, subject: Subject, fault: SamplerFault | None, effort: Effort, context: Context
+) -> None:
+    if not subject.without_shim:
+        mend_sampler()
+    stock = rejection_sampler.rejection_sample
+    sample = stock if fault is None else plant(stock, fault)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    cells: list[SamplerCell] = []
+    try:
+        for cell in examine(sample, rejection_sampler.draft, num_rows=effort.sampler_rows, seed=subject.seed):
+            if not cells or (cells[-1].drafts, cells[-1].draft_length) != (cell.drafts, cell.draft_length):
+                context.progress(f"sampler: {cell.drafts} drafts of length {cell.draft_length}")
+            cells.append(cell)
+    finally:
+        torch.set_num_threads(threads)
+    worst = max(cells, key=lambda cell: cell.excess)
+    found.add("sampler_worst_excess", worst.excess, ("<=", DEVIATIONS))
+    found.add("sampler_tests", len(cells))
+    if len(cells) < NUM_CELLS:
+        found.missing.append(
+            f"{len(cells)} of {NUM_CELLS} positions of the sampler were tested; the others need more rows"
+        )
+    found.details["sampler_worst"] = asdict(worst)
+    found.details["sampler_cells"] = [asdict(cell) | {"excess": cell.excess} for cell in cells]
+
+
+# Two engines.
+
+
+def _engine_part(found: Findings, subject: Subject, effort: Effort, context: Context) -> None:
+    """The user's engine against itself without speculation."""
+    prompts = subject.prompts[: effort.num_prompts]
+    tokens = min(effort.tokens, subject.config.rollout.max_tokens)
+    requests = [
+        RolloutRequest(
+            group_id=which,
+            index=index,
+            prompt_ids=prompt.token_ids,
+            max_tokens=tokens,
+            temperature=subject.config.rollout.temperature,
+        )
+        for index in range(effort.samples_per_prompt)
+        for which, prompt in enumerate(prompts)
+    ]
+    arms: dict[str, list[Rollout]] = {}
+    for name, seed in (("without", 2 * subject.seed + 1), ("with", 2 * subject.seed + 2)):
+        context.progress(f"engines: {len(requests)} rollouts of up to {tokens} tokens {name} speculation")
+        arms[name], _ = asyncio.run(
+            generate(subject, subject.config.rollout.engine, requests, speculate=name == "with", seed=seed)
+        )
+    tables = [
+        [_padded([rollout for rollout in arm if rollout.group_id == which], tokens) for which in range(len(prompts))]
+        for arm in arms.values()
+    ]
+    context.progress("engines: two-sample test")
+    outcome = two_sample(*tables, seed=subject.seed)
+    found.add("two_sample_p", outcome.p_value, (">=", FALSE_POSITIVE_RATE))
+    found.add("total_variation", outcome.total_variation)
+    found.add("total_variation_noise", outcome.noise)
+    found.add("total_variation_noise_999", outcome.noise_999)
+    drafted = sum(rollout.num_drafted for rollout in arms["with"])
+    accepted = sum(rollout.num_accepted for rollout in arms["with"])
+    verifications = sum(rollout.num_verifications for rollout in arms["with"])
+    found.add("drafted_tokens", drafted)
+    found.add("accepted_length", (accepted + verifications) / verifications if verifications else 0.0)
+    if drafted < _FEWEST_DRAFTED:
+        found.missing.append(f"{drafted} tokens were drafted; fewer than {_FEWEST_DRAFTED} say nothing")
+    found.details["two_sample"] = asdict(outcome) | {"prompts": len(prompts), "tokens": tokens}
+
+
+def _padded(rollouts: Sequence[Rollout], tokens: int) -> Tokens:
+    ids_NT = np.full((len(rollouts), tokens), -1, np.int32)
+    for row_T, rollout in zip(ids_NT, rollouts, strict=True):
+        row_T[: len(rollout.token_ids)] = rollout.token_ids
+    return ids_NT
+
+
+def _result(found: Findings, subject: Subject, fault: str | None, effort: Effort) -> Result:
+    if fault is not None:
+        found.missing.append(f"only the part in which {fault!r} is planted was run")
+    met = Result(
+        name="", figures=found.figures, spread=dict.fromkeys(found.figures, 0.0), goals=found.goals, environment={}
+    )
+    failed = [name for name in found.goals if not met.met(name) and name != "seconds"]
+    word = verdict(failed=failed, missing=found.missing)
+    found.add("verdict", VERDICT_NUMBER[word], (">=", 1.0))
+    details = {
+        "verdict": word,
+        "failed": failed,
+        "missing": found.missing,
+        "notes": found.notes,
+        "fault": fault,
+        "sampler": "stock" if subject.without_shim else "mended where it is wrong",
+        "speculative_config": dict(_vllm_settings(subject)),
+        "false_positive_rate": FALSE_POSITIVE_RATE,
+        "effort": asdict(effort),
+        **found.details,
+    }
+    return Result(
+        name="certify",
+        figures=found.figures,
+        spread=dict.fromkeys(found.figures, 0.0),
+        goals=found.goals,
+        environment=environment(seeds=[subject.seed], config=subject.config.model_dump(mode="json")),
+        details=details,
+    )

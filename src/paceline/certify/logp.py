@@ -1,0 +1,123 @@
+"""`paceline certify logp`: do the engine's log-probabilities mean what the learner takes them for?
+
+The engine samples; the learner scores the same tokens. In FP32 the two must agree to rounding; in BF16 (the engine's
+weights and arithmetic, against a learner with FP32 master weights) the k3 estimate of KL(engine || learner) must be
+small. Beside each stands what the learner differs from itself when the same samples are batched otherwise: no
+comparison can be better than that floor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
+from paceline.context import Context
+from paceline.learner.fsdp import FsdpLearner
+from paceline.learner.objective import Mismatch, mismatch
+from paceline.measure import Result, environment
+from paceline.orchestrator.generate import generate_all
+from paceline.rollout.engine import VllmEngine
+from paceline.types import Floats, Prompt, Rollout, RolloutRequest, Sample
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+def certify(
+    model_path: Path,
+    prompts: Sequence[Prompt],
+    *,
+    context: Context,
+    min_tokens: int = 2000,
+    temperature: float = 1.0,
+    max_tokens: int = 640,
+    seed: int = 0,
+) -> Result:
+    """Both precisions; at least `min_tokens` sampled tokens each."""
+    room = max(128, *(len(prompt.token_ids) for prompt in prompts))
+    figures: dict[str, float] = {}
+    details: dict[str, object] = {"model": model_path.name, "temperature": temperature}
+    arms: tuple[tuple[Dtype, str], ...] = (("float32", "fp32"), ("bfloat16", "bf16"))
+    for dtype, short in arms:
+        config = EngineConfig(dtype=dtype, kv_cache_gb=0.5, max_model_len=max_tokens + room)
+        context.progress(f"{short}: sampling with a {dtype} engine")
+        rollouts = asyncio.run(_sample(model_path, prompts, config, min_tokens, temperature, max_tokens, seed))
+        samples = [Sample.of(rollout, 0.0) for rollout in rollouts]
+        context.progress(f"{short}: scoring {sum(len(r.token_ids) for r in rollouts)} tokens with the learner")
+        # The engine is compared with the learner as a run has it: FP32. The floor is the learner's in the engine's
+        # precision.
+        scores = _score(model_path, samples, "float32", 4096, temperature)
+        floor = _floor(model_path, samples, dtype, temperature)
+        gap = _mismatch([rollout.logp for rollout in rollouts], scores)
+        figures |= {f"{short}_max_abs": gap.max_abs, f"{short}_k3": gap.k3_sum / gap.count}
+        figures |= {f"{short}_floor_max_abs": floor.max_abs, f"{short}_floor_k3": floor.k3_sum / floor.count}
+        details[f"{short}_tokens"] = gap.count
+    return Result(
+        name="certify-logp",
+        figures=figures,
+        spread=dict.fromkeys(figures, 0.0),
+        goals={"fp32_max_abs": ("<=", 1e-4), "bf16_k3": ("<=", 1e-3)},
+        environment=environment(seeds=[seed]),
+        details=details,
+    )
+
+
+async def _sample(
+    model_path: Path,
+    prompts: Sequence[Prompt],
+    config: EngineConfig,
+    min_tokens: int,
+    temperature: float,
+    max_tokens: int,
+    seed: int,
+) -> list[Rollout]:
+    """Sample prompt after prompt, a few at a time, until there are enough tokens."""
+    cpus = sorted(os.sched_getaffinity(0))
+    engine = await VllmEngine.start("certify", model_path, config, seed=seed, cpus=cpus)
+    try:
+        rollouts: list[Rollout] = []
+        for first in range(0, len(prompts), 16):
+            requests = [
+                RolloutRequest(
+                    group_id=first + i,
+                    index=0,
+                    prompt_ids=prompt.token_ids,
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                )
+                for i, prompt in enumerate(prompts[first : first + 16])
+            ]
+            rollouts += await generate_all(engine, requests)
+            if sum(len(rollout.token_ids) for rollout in rollouts) >= min_tokens:
+                return rollouts
+        raise ValueError(
+            f"prompts: got {len(prompts)}; must be more, because their rollouts have fewer than {min_tokens} tokens"
+        )
+    finally:
+        await engine.close()
+
+
+def _score(
+    model_path: Path, samples: Sequence[Sample], dtype: Dtype, microbatch_tokens: int, temperature: float
+) -> Sequence[Floats]:
+    config = LearnerConfig(dtype=dtype, microbatch_tokens=microbatch_tokens)
+    learner = FsdpLearner(model_path, config, ObjectiveConfig(), temperature=temperature)
+    try:
+        return learner.logp(samples).logp
+    finally:
+        learner.close()
+
+
+def _floor(model_path: Path, samples: Sequence[Sample], dtype: Dtype, temperature: float) -> Mismatch:
+    """The learner against itself: many samples in a pass, and one sample in a pass."""
+    together = _score(model_path, samples, dtype, 8192, temperature)
+    alone = _score(model_path, samples, dtype, 1, temperature)
+    return _mismatch(together, alone)
+
+
+def _mismatch(first: Sequence[Floats], second: Sequence[Floats]) -> Mismatch:
+    return mismatch(np.concatenate(first), np.concatenate(second))

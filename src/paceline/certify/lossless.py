@@ -1,0 +1,390 @@
+"""Tests of whether speculation leaves the distribution unchanged, a reference sampler, and faults to plant.
+
+Speculative sampling (Leviathan et al. 2022, arXiv 2211.17192) draws x from the drafter's q and keeps it with
+probability min(1, p(x) / q(x)); otherwise it draws from the residual max(p - q, 0), normalised by its sum, which is the
+probability of that:
+
+    P(x) = q(x) min(1, p(x) / q(x)) + max(p(x) - q(x), 0) = min(q(x), p(x)) + max(p(x) - q(x), 0) = p(x)
+
+Either way the token has the policy's distribution p. "Lossless" is a statement about distributions, and it is tested as
+one:
+
+* `examine` gives a sampler a known p and q. Token j of its output, among the rows that came so far, must have the
+  distribution p_j, and so must the bonus token. Pearson's chi-square, rare tokens merged, may not exceed df + 10 sqrt(2
+  df), ten standard deviations, so that no number of tests makes a false alarm likely. Requests of different temperature
+  share a batch: a misplaced one shows.
+* `two_sample` compares what two engines said to the same prompts. Its p-value is exact by construction: under the null
+  hypothesis the labels "with" and "without" are exchangeable within a prompt, so the statistic is compared with itself
+  under shuffled labels. Nothing is assumed about its distribution (counts along a sequence depend on one another: the
+  usual chi-square would not hold).
+* `surprise` compares one engine with the learner's exact distribution: -log p(token) - entropy has mean 0 at every
+  position, whatever came before, so its sum is a martingale and its z-score standard normal. It sees a wrong
+  temperature with few samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.rollout.internals.rejection_sampler import Verification
+from paceline.types import Floats, Tokens
+
+Sampler = Callable[[Verification], torch.Tensor]
+Drafter = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Drafts = Literal["one-hot", "model-like", "adversarial"]
+SamplerFault = Literal["residual", "temperature", "stale", "accept"]
+Counts = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
+
+SAMPLER_FAULTS: dict[SamplerFault, str] = {
+    "residual": "the token after a rejection is drawn from p instead of the residual max(p - q, 0)",
+    "temperature": "the temperature of each request is forgotten",
+    "stale": "draft probabilities of another position are used",
+    "accept": "2 % of the rejected draft tokens are accepted all the same",
+}
+LOGP_FAULT = "logp-shift"
+DEVIATIONS = 10.0
+"""Limit of a chi-square, in its standard deviations above its mean."""
+SURPRISE_LIMIT = 5.0
+FALSE_POSITIVE_RATE = 1e-3
+"""False-positive rate of the two-sample test, which raises a false alarm far more easily than the other tests."""
+
+KINDS: tuple[Drafts, ...] = ("one-hot", "model-like", "adversarial")
+LENGTHS = (1, 3, 5)
+_TEMPERATURES = (0.6, 1.0)
+NUM_CELLS = len(KINDS) * len(_TEMPERATURES) * sum(length + 1 for length in LENGTHS)
+_VOCABULARY = 1024
+_FEWEST_EXPECTED = 20.0
+_FEWEST_DEGREES = 3  # with fewer, a chi-square is so skewed that ten deviations are not rare enough
+_CHUNK = 1000
+
+# Dimensions: B rows, K drafts, L = K + 1 positions, V vocabulary; N samples, T tokens, F counted events, M shuffles.
+
+
+def reference_sample(step: Verification) -> torch.Tensor:
+    """Speculative sampling row by row, as slow as it is plain: the oracle beside vLLM's sampler."""
+    num_rows, num_drafts = step.draft_ids_BK.shape
+    out_BL = torch.full((num_rows, num_drafts + 1), -1)
+    for row in range(num_rows):
+        p_LV = (step.logits_BLV[row].float() / step.temperature_B[row]).softmax(-1)
+        for position in range(num_drafts):
+            token = int(step.draft_ids_BK[row, position])
+            p_V = p_LV[position]
+            if step.draft_probs_BKV is None:
+                q_V = torch.zeros_like(p_V)
+                q_V[token] = 1.0
+            else:
+                q_V = step.draft_probs_BKV[row, position]
+            if torch.rand(()) * q_V[token] < p_V[token]:
+                out_BL[row, position] = token
+                continue
+            out_BL[row, position] = (p_V - q_V).clamp(min=0).multinomial(1)
+            break
+        else:
+            out_BL[row, -1] = p_LV[-1].multinomial(1)
+    return out_BL
+
+
+def reference_draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draft tokens and what they were drawn from."""
+    probs_BKV = (logits_BKV.float() / temperature_B[:, None, None]).softmax(-1)
+    return probs_BKV.flatten(0, 1).multinomial(1).view(probs_BKV.shape[:2]), probs_BKV
+
+
+def plant(sampler: Sampler, fault: SamplerFault) -> Sampler:
+    """The same sampler with a fault in front of it or behind it."""
+
+    def faulty(step: Verification) -> torch.Tensor:
+        match fault:
+            case "temperature":
+                return sampler(replace(step, temperature_B=torch.ones_like(step.temperature_B)))
+            case "stale":
+                probs_BKV = step.draft_probs_BKV
+                return sampler(replace(step, draft_probs_BKV=None if probs_BKV is None else probs_BKV.roll(1, dims=1)))
+            case "residual":
+                ids_BL = sampler(step)
+                row_R, position_R = _recovered(ids_BL)
+                scaled_RV = step.logits_BLV[row_R, position_R].float() / step.temperature_B[row_R, None]
+                ids_BL[row_R, position_R] = scaled_RV.softmax(-1).multinomial(1).squeeze(-1).to(ids_BL.dtype)
+                return ids_BL
+            case "accept":
+                ids_BL = sampler(step)
+                row_R, position_R = _recovered(ids_BL)
+                chosen_R = torch.rand(len(row_R)) < 0.02
+                row_R, position_R = row_R[chosen_R], position_R[chosen_R]
+                ids_BL[row_R, position_R] = step.draft_ids_BK[row_R, position_R].to(ids_BL.dtype)
+                return ids_BL
+
+    return faulty
+
+
+def _recovered(ids_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a rejected draft was replaced: the last token of every row that did not come to its bonus token."""
+    emitted_B = (ids_BL >= 0).sum(1)
+    row_R = (emitted_B < ids_BL.shape[1]).nonzero().squeeze(1)
+    return row_R, emitted_B[row_R] - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerCell:
+    """One chi-square: the tokens that a sampler put at one position."""
+
+    drafts: Drafts
+    draft_length: int
+    temperature: float
+    position: int
+    num_tokens: int
+    statistic: float
+    degrees: int
+
+    @property
+    def excess(self) -> float:
+        """Standard deviations above what is expected."""
+        return (self.statistic - self.degrees) / np.sqrt(2.0 * self.degrees)
+
+
+def examine(
+    sampler: Sampler,
+    drafter: Drafter,
+    *,
+    num_rows: int = 20_000,
+    seed: int = 0,
+    kinds: Sequence[Drafts] = KINDS,
+    lengths: Sequence[int] = LENGTHS,
+) -> Iterator[SamplerCell]:
+    """Chi-square of the sampler at every position of every case; `num_rows` verifications for each case and
+    temperature.
+
+    A position that too few rows come to is left out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for drafts in kinds:
+            for length in lengths:
+                target_LV, draft_KV = _distributions(drafts, length, generator)
+                counts_CLV = np.zeros((len(_TEMPERATURES), length + 1, _VOCABULARY), np.int64)
+                for _ in range(0, len(_TEMPERATURES) * num_rows, _CHUNK):
+                    temperature_B = torch.tensor(_TEMPERATURES).repeat(_CHUNK // len(_TEMPERATURES))
+                    step = _step(drafts, target_LV, draft_KV, temperature_B, drafter)
+                    ids_BL = sampler(step).numpy()
+                    for which in range(len(_TEMPERATURES)):
+                        for position in range(length + 1):
+                            ids_B = ids_BL[which :: len(_TEMPERATURES), position]
+                            counts_CLV[which, position] += np.bincount(ids_B[ids_B >= 0], minlength=_VOCABULARY)
+                for which, temperature in enumerate(_TEMPERATURES):
+                    p_LV = target_LV.double().softmax(-1).numpy()
+                    for position, (counts_V, p_V) in enumerate(zip(counts_CLV[which], p_LV, strict=True)):
+                        statistic, degrees = chi_square(counts_V, p_V)
+                        if degrees < _FEWEST_DEGREES:
+                            continue
+                        yield SamplerCell(
+                            drafts=drafts,
+                            draft_length=length,
+                            temperature=temperature,
+                            position=position,
+                            num_tokens=int(counts_V.sum()),
+                            statistic=statistic,
+                            degrees=degrees,
+                        )
+
+
+def _distributions(drafts: Drafts, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities, but for a constant, of the policy and of the drafter: Zipf's law, shuffled at each position.
+
+    An adversarial drafter puts a third of its mass on a token that the policy seldom says and none on the one that it
+    says most."""
+    rank_LV = torch.stack([torch.randperm(_VOCABULARY, generator=generator) for _ in range(length + 1)])
+    rank_KV = rank_LV[:-1]
+    target_LV = -0.8 * (rank_LV + 1.0).log()
+    match drafts:
+        case "one-hot":
+            target_LV = -(rank_LV + 1.0).log() + 2.5 * (
+                rank_LV == 0
+            )  # likely enough that the later positions are reached
+            draft_KV = target_LV[:-1]
+        case "model-like":
+            draft_KV = target_LV[:-1] + 0.6 * torch.randn((length, _VOCABULARY), generator=generator)
+        case "adversarial":
+            draft_KV = (target_LV[:-1] + 5.5 * (rank_KV == 100)).masked_fill(rank_KV == 0, -100.0)
+    return target_LV, draft_KV
+
+
+def _step(
+    drafts: Drafts, target_LV: torch.Tensor, draft_KV: torch.Tensor, temperature_B: torch.Tensor, drafter: Drafter
+) -> Verification:
+    """Logits are multiplied by the temperature that they will be divided by: in the end every row has the same
+    distribution.
+
+    The drafter's are in bfloat16, as drafters compute.
+    """
+    scale_B = temperature_B[:, None, None]
+    if drafts == "one-hot":
+        ids_BK, probs_BKV = draft_KV.argmax(-1).expand(len(temperature_B), -1), None
+    else:
+        ids_BK, probs_BKV = drafter((scale_B * draft_KV).to(torch.bfloat16), temperature_B)
+    return Verification(
+        draft_ids_BK=ids_BK, draft_probs_BKV=probs_BKV, logits_BLV=scale_B * target_LV, temperature_B=temperature_B
+    )
+
+
+def chi_square(counts_V: Counts, p_V: Doubles) -> tuple[float, int]:
+    """Pearson's statistic and its degrees of freedom; tokens expected fewer than 20 times count as one."""
+    if not counts_V.any():
+        return 0.0, 0
+    expected_V = p_V * counts_V.sum()
+    order_V = np.argsort(-expected_V)
+    expected_V, observed_V = expected_V[order_V], counts_V[order_V].astype(np.float64)
+    common = max(1, int((expected_V >= _FEWEST_EXPECTED).sum()))
+    while common > 1 and expected_V[common:].sum() < _FEWEST_EXPECTED:
+        common -= 1  # what is merged must itself be expected often enough
+    expected = np.append(expected_V[:common], expected_V[common:].sum())
+    observed = np.append(observed_V[:common], observed_V[common:].sum())
+    return float(((observed - expected) ** 2 / expected).sum()), common
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoSample:
+    """Two engines, the same prompts."""
+
+    p_value: float
+    total_variation: float
+    """Mean over prompts and positions of half the sum of differences in token frequency."""
+    noise: float
+    """The same between two random halves of all samples: what it is when there is no difference."""
+    noise_999: float
+    """Exceeded by 0.1 % of such halves."""
+    num_samples: int
+    num_shuffles: int
+
+
+def two_sample(
+    first: Sequence[Tokens], second: Sequence[Tokens], *, num_shuffles: int = 9_999, seed: int = 0
+) -> TwoSample:
+    """Exact permutation test over prompts; `first[i]` and `second[i]` are ids_NT said to prompt i, -1 after the end.
+
+    Three things are counted: tokens by position, prefixes, and pairs of neighbours wherever they stand. Each gives a
+    sum of (difference of frequency)^2 / frequency; the statistic is the largest of the three in deviations of its own
+    shuffles, so that a difference in dependence is not drowned in the noise of the other counts."""
+    rng = np.random.default_rng(seed)
+    sum_GM = np.zeros((len(_EVENTS), num_shuffles + 1))
+    variation_M = np.zeros(num_shuffles + 1)
+    for mine_NT, theirs_NT in zip(first, second, strict=True):
+        ids_NT = np.concatenate([mine_NT, theirs_NT])
+        num, num_mine = len(ids_NT), len(mine_NT)
+        count_GNF = [events(ids_NT) for events in _EVENTS]
+        # The difference of frequencies is linear in the labels, so its weighted square is a quadratic form with this
+        # matrix.
+        form_GNN = [(count_NF / count_NF.sum(0)) @ count_NF.T for count_NF in count_GNF]
+        for begin in range(0, num_shuffles + 1, 1000):
+            end = min(begin + 1000, num_shuffles + 1)
+            is_mine_MN = rng.random((end - begin, num)).argsort(1) < num_mine
+            if begin == 0:
+                is_mine_MN[0] = np.arange(num) < num_mine  # the labels as they are
+            weight_MN = np.where(is_mine_MN, 1 / num_mine, -1 / (num - num_mine)).astype(np.float32)
+            for sum_M, form_NN in zip(sum_GM, form_GNN, strict=True):
+                sum_M[begin:end] += ((weight_MN @ form_NN) * weight_MN).sum(1)
+            variation_M[begin:end] += 0.5 * np.abs(weight_MN @ count_GNF[0]).sum(1) / ids_NT.shape[1]
+    variation_M /= len(first)
+    scale_G1 = np.maximum(sum_GM.std(1, keepdims=True), 1e-12)
+    statistic_M = ((sum_GM - sum_GM.mean(1, keepdims=True)) / scale_G1).max(0)
+    # Rounding must not make the labels as they are look rarer than an equal shuffle.
+    at_least = int((statistic_M[1:] >= statistic_M[0] - 1e-4).sum())
+    return TwoSample(
+        p_value=(1 + at_least) / (1 + num_shuffles),
+        total_variation=float(variation_M[0]),
+        noise=float(variation_M[1:].mean()),
+        noise_999=float(np.quantile(variation_M[1:], 0.999)),
+        num_samples=sum(len(ids_NT) for ids_NT in (*first, *second)),
+        num_shuffles=num_shuffles,
+    )
+
+
+def _one_hot(index_N: npt.NDArray[np.int64]) -> Floats:
+    return (index_N[:, None] == np.arange(index_N.max() + 1)).astype(np.float32)
+
+
+def _tokens(ids_NT: Tokens) -> Floats:
+    """A column for each token at each position: 1 where a sample has it."""
+    return np.concatenate([_one_hot(np.unique(token_N, return_inverse=True)[1]) for token_N in ids_NT.T], axis=1)
+
+
+def _prefixes(ids_NT: Tokens) -> Floats:
+    """A column for each prefix that more than one sample has: no labels can make one sample's own prefix differ more or
+    less."""
+    columns: list[Floats] = []
+    prefix_N = np.zeros(len(ids_NT), np.int64)
+    for token_N in ids_NT.T:
+        token_U, index_N = np.unique(token_N, return_inverse=True)
+        prefix_N = np.unique(prefix_N * len(token_U) + index_N, return_inverse=True)[1]
+        shared_U = np.flatnonzero(np.bincount(prefix_N) > 1)
+        columns.append((prefix_N[:, None] == shared_U).astype(np.float32))
+    shared_NF = np.concatenate(columns, axis=1)
+    return shared_NF if shared_NF.size else np.ones((len(ids_NT), 1), np.float32)
+
+
+def _pairs(ids_NT: Tokens) -> Floats:
+    """A column for each pair of neighbours: how often a sample has it, wherever it stands."""
+    base = int(ids_NT.max()) + 2
+    pair_NT = (ids_NT[:, :-1].astype(np.int64) + 1) * base + ids_NT[:, 1:] + 1
+    if not pair_NT.size:
+        return np.ones((len(ids_NT), 1), np.float32)
+    pair_U, index = np.unique(pair_NT, return_inverse=True)
+    count_NF = np.zeros((len(ids_NT), len(pair_U)), np.float32)
+    np.add.at(count_NF, (np.arange(len(ids_NT))[:, None], index.reshape(pair_NT.shape)), 1.0)
+    return count_NF
+
+
+_EVENTS = (_tokens, _prefixes, _pairs)
+
+
+def surprise(logp: Sequence[Floats], entropy: Sequence[Floats]) -> float:
+    """z-score of sampled tokens against a distribution known exactly: its log-probabilities and entropies, a row per
+    sample."""
+    logp_N, entropy_N = np.concatenate(logp).astype(np.float64), np.concatenate(entropy).astype(np.float64)
+    gap_N = -logp_N - entropy_N
+    scale = np.sqrt((gap_N**2).sum())
+    return float(gap_N.sum() / scale) if scale else 0.0
+
+
+TokenClass = Literal["plain", "accepted", "recovered", "bonus"]
+CLASSES: tuple[TokenClass, ...] = ("plain", "accepted", "recovered", "bonus")
+
+
+def token_classes(steps: Sequence[tuple[int, int]], num_tokens: int) -> list[TokenClass]:
+    """How each token of a rollout came about, from (draft tokens, emitted tokens) of each of its engine steps in order.
+
+    All emitted tokens but the last are accepted drafts; the last is the bonus token if every draft was accepted, else
+    recovered. An end-of-sequence token among accepted drafts cuts the rollout short of what was emitted."""
+    classes: list[TokenClass] = []
+    for num_drafts, num_emitted in steps:
+        if num_emitted == 0:
+            continue  # a step of prefill
+        if num_drafts == 0:
+            classes.extend("plain" for _ in range(num_emitted))
+        else:
+            classes.extend("accepted" for _ in range(num_emitted - 1))
+            classes.append("bonus" if num_emitted == num_drafts + 1 else "recovered")
+    if len(classes) < num_tokens:
+        raise ValueError(
+            f"steps: got {len(classes)} emitted tokens; must be at least {num_tokens}, the tokens of the rollout"
+        )
+    return classes[:num_tokens]
+
+
+Verdict = Literal["LOSSLESS", "NOT LOSSLESS", "INCONCLUSIVE"]
+VERDICT_NUMBER: dict[Verdict, int] = {"LOSSLESS": 1, "NOT LOSSLESS": 0, "INCONCLUSIVE": -1}
+
+
+def verdict(*, failed: Sequence[str], missing: Sequence[str]) -> Verdict:
+    """A test that failed decides. Tests that were passed by an engine that hardly drafted, or not run at all, say
+    nothing."""
+    if failed:
+        return "NOT LOSSLESS"
+    return "INCONCLUSIVE" if missing else "LOSSLESS"

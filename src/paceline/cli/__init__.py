@@ -1,0 +1,92 @@
+"""The `paceline` command, one file a subcommand. Parses first and imports heavy libraries later, so --help is fast."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from paceline import __version__
+from paceline.cli import arena, bench, certify, demo, draft, export, plan, report, train
+from paceline.cli.common import make_context
+from paceline.context import CancelledError, Context
+from paceline.types import PacelineError
+
+_EPILOG = (
+    "start here:\n"
+    "  paceline demo                                    build the small arena policy, train it, write a report "
+    "(about 10 minutes)\n"
+    "  paceline train configs/arena.toml run.steps=10   train as a config says; any setting can be overridden\n"
+    "  paceline report runs/arena                       turn a run into one HTML page\n"
+    "  paceline plan Qwen/Qwen3-8B --gpus 8xH100 --batch 512 --lengths 4000/32768      what a run would gain, before "
+    "it is paid for\n"
+)
+
+_COMMANDS = (train, demo, report, arena, plan, draft, export, bench, certify)
+"""In the order of --help."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(certify.spelled_out(sys.argv[1:] if arguments is None else arguments))
+    _quiet_environment()
+    context = make_context()
+    try:
+        with _cancelled_by_sigterm(context):
+            return options.command(options, context)
+    except (KeyboardInterrupt, CancelledError):
+        print("paceline: interrupted; all processes of the run have ended", file=sys.stderr)
+        return 128 + (signal.SIGTERM if context.cancelled.is_set() else signal.SIGINT)
+    except (ValueError, PacelineError) as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paceline",
+        description="Fast rollouts for RL post-training, on stock vLLM, Ray and PyTorch.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_to(commands)
+    return parser
+
+
+@contextmanager
+def _cancelled_by_sigterm(context: Context) -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does: through its `finally` blocks, so engines are shut down."""
+
+    def cancel(number: int, frame: object) -> None:
+        context.cancelled.set()
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, cancel)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _quiet_environment() -> None:
+    """Keep our libraries from sending usage reports and printing; nothing that the user has set is changed.
+
+    The Hugging Face hub stays reachable, because `data.kind = "datasets"` may have to download. Engines, which get
+    local paths, are set offline in their own processes."""
+    for key, value in {
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(key, value)

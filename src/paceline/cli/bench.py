@@ -1,0 +1,126 @@
+"""`paceline bench`: measure what is gained and what it costs. The benches themselves are in paceline.lab."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.common import CONFIGS, Commands, add_result_options, publish, require_lab
+from paceline.context import Context
+
+if TYPE_CHECKING:
+    from paceline.measure import Result
+
+Arguments = Callable[[argparse.Namespace], dict[str, Any]]
+
+
+def _nothing(options: argparse.Namespace) -> dict[str, Any]:
+    return {}
+
+
+def _runs(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a bench that trains the arena's config."""
+    return {"config_file": CONFIGS / "arena.toml", "overrides": options.overrides}
+
+
+def _costs(options: argparse.Namespace) -> dict[str, Any]:
+    return {"costs_file": next(iter(options.costs), None), "overrides": options.overrides}
+
+
+def _plan(options: argparse.Namespace) -> dict[str, Any]:
+    return {"cost_files": options.costs} if options.arena else {"refit": options.fit}
+
+
+@dataclass(frozen=True, slots=True)
+class BenchEntry:
+    """One bench: its line in --help, which options its `run` takes beside the context, and who draws its page."""
+
+    about: str
+    arguments: Arguments = _nothing
+    page: str | None = None
+    """Module and function that write --html."""
+    on_arena: str | None = None
+    """Module that --arena stands for."""
+
+
+BENCHES = {
+    "correction": BenchEntry(
+        "held-out accuracy with FP8 rollouts, corrected and not, against BF16; three seeds (about 65 minutes)", _runs
+    ),
+    "costs": BenchEntry(
+        "step time and acceptance by batch and draft length on arena:large: a prior for the selector (about 7 minutes)",
+        _costs,
+    ),
+    "control": BenchEntry("cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)"),
+    "guard": BenchEntry(
+        "planted faults: is each answered by the right rung, and are clean batches left alone (about 5 minutes)"
+    ),
+    "history": BenchEntry(
+        "history drafter on a second epoch: accepted length, and what its proposals cost (about 5 minutes)"
+    ),
+    "fp8": BenchEntry(
+        "FP8 while the policy moves: tensors after each update, KV scales, what that costs (about 30 minutes)"
+    ),
+    "drafter": BenchEntry("does the drafter follow the policy for free and give way at once (about 25 minutes)", _runs),
+    "learning": BenchEntry("gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)", _runs),
+    "overhead": BenchEntry("tokens/s through our engine against bare vllm.LLM (about 3 minutes)"),
+    "plan": BenchEntry(
+        "the simulator behind `paceline plan` against published figures; --arena: engines here (about 2 minutes; 26)",
+        _plan,
+        on_arena="plan_arena",
+    ),
+    "precision": BenchEntry(
+        "FP8 against BF16 with and without speculation: speed, KV capacity, mismatch (about 30 minutes)",
+        page="precision_page:write_precision_page",
+    ),
+    "rollout": BenchEntry(
+        "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 20 minutes)",
+        page="rollout_page:write_rollout_page",
+    ),
+    "selector": BenchEntry("how fast the selector learns from nothing; what a shrinking batch does (about 17 minutes)"),
+    "sync": BenchEntry(
+        "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 2 minutes)"
+    ),
+    "training": BenchEntry(
+        "drafter training: packed against one document a pass; stall of a checkpoint (about 5 minutes)"
+    ),
+}
+
+
+def add_to(commands: Commands) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench",
+        help="measure what is gained and what it costs",
+        description="\n".join(f"{name:10} {entry.about}" for name, entry in BENCHES.items()),
+        epilog="example:\n  paceline bench control --json control.json --check",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("name", choices=sorted(BENCHES))
+    settings = "correction, drafter, learning: settings of the runs; costs: precision"
+    add("overrides", nargs="*", metavar="a.b=value", help=settings)
+    add("--html", type=Path, metavar="FILE", help="rollout, precision: write tables and pictures as one page")
+    costs = (
+        "costs: where to write speculation.selector.costs; plan --arena: twice, of BF16 and of FP8, measured if absent"
+    )
+    add("--costs", type=Path, action="append", default=[], metavar="FILE", help=costs)
+    add("--fit", action="store_true", help="plan only: fit the simulator's constants again and print them")
+    add("--arena", action="store_true", help="plan only: predicted against measured on this machine's engines")
+    add_result_options(parser)
+    parser.set_defaults(command=_bench)
+
+
+def _bench(options: argparse.Namespace, context: Context) -> int:
+    require_lab("bench")
+    entry = BENCHES[options.name]
+    module = entry.on_arena if options.arena and entry.on_arena is not None else options.name
+    result: Result = import_module(f"paceline.lab.bench.{module}").run(context=context, **entry.arguments(options))
+    if options.html is not None and entry.page is not None:
+        drawer, _, function = entry.page.partition(":")
+        getattr(import_module(f"paceline.lab.bench.{drawer}"), function)(result, options.html)
+        print(f"written: {options.html}")
+    return publish(result, options)

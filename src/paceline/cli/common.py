@@ -1,0 +1,72 @@
+"""Parts that several subcommands share: the context of a job, the lab if it is installed, and how results are shown."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.context import Context
+
+if TYPE_CHECKING:
+    from paceline.measure import Result
+
+Commands = Any
+"""What `ArgumentParser.add_subparsers` returns; argparse has no public name for it."""
+
+LEARNED = ("eagle3", "dflash")
+"""Kinds of drafter that are trained."""
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""Configs that come with the package."""
+
+
+def make_context() -> Context:
+    """Return the context of a command: reports to stderr, cache as the environment says."""
+    cache_root = Path(os.environ.get("PACELINE_CACHE", Path.home() / ".cache" / "paceline"))
+    return Context(report=lambda line: print(line, file=sys.stderr, flush=True), cache_root=cache_root)
+
+
+def register_lab() -> None:
+    """Make the arena's names known where the lab is installed; without it every other name still works."""
+    try:
+        lab = import_module("paceline.lab")
+    except ModuleNotFoundError as error:
+        if error.name != "paceline.lab":
+            raise
+    else:
+        lab.register()
+
+
+def require_lab(what: str) -> None:
+    """Register the lab, or say that `what` is a part of it."""
+    try:
+        import_module("paceline.lab")
+    except ModuleNotFoundError as error:
+        if error.name != "paceline.lab":
+            raise
+        raise ValueError(
+            f"{what}: the lab (paceline.lab: arena and benches) is not installed; install the whole paceline package"
+        ) from None
+    register_lab()
+
+
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write figures, spread, goals and environment to FILE"
+    )
+    parser.add_argument("--check", action="store_true", help="exit 1 if a goal is missed")
+
+
+def publish(result: Result, options: argparse.Namespace) -> int:
+    """Print a result and write it where --json says; returns the exit code that --check asks for."""
+    from paceline.measure import table
+
+    print(table(result))
+    if options.json is not None:
+        result.write(options.json)
+        print(f"written: {options.json}")
+    return int(options.check and not result.all_met)

@@ -1,0 +1,80 @@
+"""`paceline draft train`: train a drafter for a policy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from paceline.cli.common import LEARNED, Commands, register_lab
+from paceline.context import Context
+
+
+def add_to(commands: Commands) -> None:
+    draft = commands.add_parser("draft", help="train a drafter for a policy")
+    train: argparse.ArgumentParser = draft.add_subparsers(required=True, metavar="ACTION").add_parser(
+        "train",
+        help="warm start: an EAGLE-3 or DFlash drafter from the policy's own rollouts",
+        description="Train the small model that proposes tokens for MODEL to verify. An engine samples rollouts of "
+        "MODEL, the\n"
+        "learner hands out its hidden states on them, and a decoder layer or two learn to guess several tokens ahead.\n"
+        "The result is a checkpoint that stock vLLM serves. At the end a table shows, on rollouts that were kept "
+        "aside,\n"
+        "  overlap           share of drafts that will be accepted at temperature 1, at each draft position\n"
+        "  accepted length   tokens per verification that this makes at each draft length; what speculation can gain "
+        "at most",
+        epilog="examples:\n"
+        "  paceline draft train arena:small                      into the cache, where drafter path `arena` finds it\n"
+        "  paceline draft train MODEL --data prompts.jsonl --out drafter --kind dflash\n"
+        "  paceline train config.toml speculation.drafter.kind=dflash speculation.drafter.path=drafter",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = train.add_argument
+    add("model", metavar="MODEL", help="arena:tiny, arena:small, arena:large, or a checkpoint directory")
+    kinds = "eagle3: a pass for each token, accepts more; dflash: all tokens in one pass (%(default)s)"
+    add("--kind", choices=LEARNED, default="eagle3", help=kinds)
+    out = "where to write the drafter; without it an arena policy's is cached"
+    add("--out", type=Path, metavar="DIR", help=out)
+    add("--tokens", type=int, default=1_300_000, metavar="N", help="tokens to train on (%(default)s); needs --out")
+    add("--data", type=Path, metavar="FILE", help="JSONL file with prompts; not needed for arena policies")
+    add("--prompt-key", default="prompt", metavar="KEY", help="field of FILE that holds the prompt (%(default)s)")
+    train.set_defaults(command=_train)
+
+
+def _train(options: argparse.Namespace, context: Context) -> int:
+    from paceline.drafters.provenance import read_evaluation
+    from paceline.sessions import draft, workloads
+    from paceline.sessions.train import load_tokenizer
+
+    register_lab()
+    named = workloads.split(options.model)
+    workload = None if named is None else workloads.find(named[0], key="MODEL", got=options.model)
+    if options.out is None and named is not None and workload is not None:
+        directory = workload.drafter(named[1], options.kind, context)
+        evaluation = read_evaluation(directory)
+    elif options.out is None or (workload is None and options.data is None):
+        raise ValueError(
+            "draft train: got no --out or no --data; must have both because only arena policies bring prompts"
+        )
+    else:
+        directory, model_path = options.out, workloads.resolve_policy(options.model, context)
+        tokenizer = load_tokenizer(model_path)
+        if workload is not None and options.data is None:
+            prompts, data = workload.drafter_prompts(tokenizer), workload.drafter_data
+        else:
+            prompts, data = draft.read_prompts(options.data, options.prompt_key, tokenizer), options.data.name
+        recipe = draft.WarmStart(train_tokens=options.tokens, rollout_tokens=options.tokens // 3)
+        evaluation = draft.train_drafter(
+            options.kind,
+            model_path,
+            prompts,
+            directory,
+            recipe,
+            policy=options.model,
+            data=data,
+            context=context,
+        )
+    print("draft position / length  " + "".join(f"{k:8}" for k in range(1, len(evaluation.overlap) + 1)))
+    print("overlap                  " + "".join(f"{value:8.3f}" for value in evaluation.overlap))
+    print("accepted length          " + "".join(f"{value:8.2f}" for value in evaluation.accepted_length))
+    print(f"{directory}")
+    return 0

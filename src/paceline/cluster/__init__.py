@@ -1,0 +1,1 @@
+"""Engines and learner as Ray actors. The only room that imports ray."""

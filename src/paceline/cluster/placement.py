@@ -1,0 +1,274 @@
+"""Where the processes of a run are placed and how they end: Ray, placement group, cores and devices.
+
+    driver (loop.py) ── RemoteEngine ──▶ EngineActor x num_engines ── VllmEngine ── vLLM's own processes
+                     ── RemoteLearner ─▶ LearnerActor x world_size ── FsdpLearner
+                     ── RemoteSender ──▶ LearnerActor.stage ── push ──▶ EngineActor.receive
+                     ── RemoteTrainer ─▶ EngineActor.trainer_… ── TrainerProcess, beside each engine, on its cores
+
+Actors die with the driver, vLLM's processes die with their actor, and a Ray that was started here dies with the driver
+too, so that neither Ctrl-C nor a crash leaves anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from paceline.cluster import reaper
+from paceline.cluster.actors import EngineActor, LearnerActor
+from paceline.cluster.proxies import (
+    CLOSE_DEADLINE_S,
+    RemoteEngine,
+    RemoteLearner,
+    RemoteSender,
+    RemoteTrainer,
+    RoundSender,
+)
+from paceline.config import Config, EngineConfig, LearnedDrafter, SpeculationConfig
+from paceline.devices import on_gpu, weight_transport
+from paceline.drafters.checkpoint import read_taps, with_own_embeddings
+from paceline.drafters.store import FileStore
+from paceline.drafters.worker import WorkerSettings, documents_in
+from paceline.learner.hidden_states import HiddenStateWriterSettings
+from paceline.orchestrator.drafter_training import OnlineDrafterTraining
+from paceline.orchestrator.members import Members
+from paceline.orchestrator.online_drafter import Off, OnlineDrafter
+from paceline.types import PacelineError
+
+_ABANDON_DEADLINE_S = 1.0
+"""An interrupted run does not wait for farewells; what has not said one by then is killed."""
+
+
+class Cluster:
+    """The actors of one run."""
+
+    def __init__(
+        self,
+        engines: Sequence[RemoteEngine],
+        learner: RemoteLearner,
+        sender: RemoteSender,
+        members: Members,
+        drafter: OnlineDrafter | None = None,
+        trainers: Sequence[RemoteTrainer] = (),
+    ) -> None:
+        self.engines = engines
+        self.learner = learner
+        self.sender = sender
+        self.members = members
+        self.drafter = drafter or Off()
+        self.trainers = trainers
+
+    async def raise_precision(self, config: EngineConfig, raised: bool) -> None:
+        """Start every engine again, in full precision or as configured. One that does not come back refuses the push
+        that follows, which is when the fleet goes on without it."""
+        chosen = config.in_full_precision if raised else config
+        await self.learner.stage_for(chosen)
+        alive = [engine for engine in self.engines if self.members.is_alive(engine.name)]
+        await asyncio.gather(*(engine.restart(chosen) for engine in alive), return_exceptions=True)
+        self.sender.engines_restarted()
+
+
+@asynccontextmanager
+async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Cluster]:
+    """Place and start every process of a run; all of them are gone when the context ends."""
+    directory = _training_directory(config)
+    with _ray(config, directory):
+        if directory is not None:
+            config = _with_own_embeddings(config, model_path, directory)
+        group = _placement_group(config)
+        engines, learner = _create_actors(config, group)
+        deadline_s = _ABANDON_DEADLINE_S
+        try:
+            yield await _start_actors(config, model_path, engines, learner, directory)
+            deadline_s = CLOSE_DEADLINE_S
+        finally:
+            await asyncio.gather(*(part.close(deadline_s) for part in (*engines, learner)), return_exceptions=True)
+            remove_placement_group(group)
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _start_actors(
+    config: Config, model_path: Path, engines: Sequence[RemoteEngine], learner: RemoteLearner, directory: Path | None
+) -> Cluster:
+    """Start engines and learner at the same time. `directory` is for drafter training."""
+    cores = sorted(os.sched_getaffinity(0))
+    gpu = on_gpu()
+    shares = [None if gpu else _share(cores, index, len(engines)) for index in range(len(engines))]
+    starting = [
+        engine.start(str(model_path), config.run.seed * 1000 + index, shares[index], config.speculation)
+        for index, engine in enumerate(engines)
+    ]
+    threads = None if gpu else config.learner.cpus or max(1, len(cores) // config.learner.world_size)
+    learner_cores = (
+        None if gpu or config.learner.cpus is None else cores[: config.learner.cpus * config.learner.world_size]
+    )
+    hand_over = None if directory is None else _hand_over(config, model_path, directory)
+    transport = weight_transport()
+    starting.append(learner.start(str(model_path), config, threads, learner_cores, hand_over, transport=transport))
+    await asyncio.gather(*starting)
+    members = Members(engines)
+    if directory is None:
+        sender = RemoteSender(learner, engines, members, config.rollout.engine, transport)
+        return Cluster(engines, learner, sender, members)
+    speculation, checkpoint = _trained_drafter(config)
+    sender = RemoteSender(learner, engines, members, config.rollout.engine, transport, checkpoint)
+    trainers = [
+        RemoteTrainer(
+            engine,
+            WorkerSettings(
+                name=engine.name,
+                drafter=checkpoint,
+                directory=directory,
+                max_draft_length=speculation.max_draft_length,
+                training=speculation.training,
+                cpus=None if share is None else tuple(share),
+                seed=config.run.seed,
+            ),
+        )
+        for engine, share in zip(engines, shares, strict=True)
+    ]
+    apart = [
+        engine.name
+        for engine, share in zip(engines, shares, strict=True)
+        if share is None or not set(share) & set(learner_cores or cores)
+    ]
+    store = FileStore(directory, checkpoint, members.names, speculation)
+    drafter_sender = RoundSender(sender, store.rounds)
+    drafter = OnlineDrafterTraining(members, trainers, drafter_sender, store, speculation.training, apart=apart)
+    return Cluster(engines, learner, sender, members, drafter, trainers)
+
+
+def _training_directory(config: Config) -> Path | None:
+    """A folder of this run's own for what learner and trainers share; None if no drafter is trained."""
+    if config.speculation is None or config.speculation.training.mode == "off":
+        return None
+    if config.speculation.drafter.kind == "dflash" and not on_gpu():
+        raise PacelineError(
+            "speculation.training.mode: must be off with drafter.kind dflash because vLLM's CPU backend cannot take "
+            "new weights of one; eagle3 can be trained"
+        )
+    return config.speculation.training.buffer.directory / secrets.token_hex(8)
+
+
+def _with_own_embeddings(config: Config, model_path: Path, directory: Path) -> Config:
+    speculation, checkpoint = _trained_drafter(config)
+    dtype = getattr(torch, config.rollout.engine.dtype)
+    path = with_own_embeddings(checkpoint, directory / "drafter", model_path=model_path, dtype=dtype)
+    drafter = speculation.drafter.model_copy(update={"path": str(path)})
+    return config.model_copy(update={"speculation": speculation.model_copy(update={"drafter": drafter})})
+
+
+def _trained_drafter(config: Config) -> tuple[SpeculationConfig, Path]:
+    speculation = config.speculation
+    assert speculation is not None and isinstance(speculation.drafter, LearnedDrafter), "the config says so"
+    return speculation, Path(speculation.drafter.path)
+
+
+def _hand_over(config: Config, model_path: Path, directory: Path) -> HiddenStateWriterSettings:
+    speculation, checkpoint = _trained_drafter(config)
+    return HiddenStateWriterSettings(
+        directory=documents_in(directory), taps=read_taps(checkpoint, model_path), buffer=speculation.training.buffer
+    )
+
+
+@contextmanager
+def _ray(config: Config, directory: Path | None) -> Iterator[None]:
+    """Connect to a cluster, or start Ray on this machine for as long as the context lasts; `directory` goes with it."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if config.cluster.address is not None:
+        ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    # A laptop has fewer cores than a run has processes. Engines and learner take turns, so promising more does no harm.
+    wanted = config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size
+    with _reaped(directory):
+        ray.init(
+            address="local",
+            num_cpus=max(wanted, len(os.sched_getaffinity(0))),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=512 * 2**20,
+            _system_config={"worker_niceness": 0},  # Ray's 15 would leave an engine what the desktop does not want
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _reaped(directory: Path | None) -> Iterator[None]:
+    """What is started inside ends with the context, or with this process if that comes first, and `directory` is
+    removed."""
+    mark = secrets.token_hex(8)
+    os.environ[reaper.VARIABLE] = mark
+    # Its standard input ends when this process does, however that happens. A session of its own: Ctrl-C is not for it.
+    command = [sys.executable, "-m", reaper.__name__, mark, *([str(directory)] if directory is not None else [])]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
+    try:
+        yield
+    finally:
+        process.communicate()
+        os.environ.pop(reaper.VARIABLE)
+
+
+def _placement_group(config: Config) -> PlacementGroup:
+    """One bundle per engine (all GPUs of an engine on one node), then one per learner rank."""
+    gpu = on_gpu()
+    engine = {"CPU": 1.0, "GPU": float(config.rollout.engine.tensor_parallel_size)} if gpu else {"CPU": 1.0}
+    rank = {"CPU": 1.0, "GPU": 1.0} if gpu else {"CPU": 1.0}
+    bundles = [engine] * config.rollout.num_engines + [rank] * config.learner.world_size
+    # Shared memory is the wire on the CPU, so there everything stands on one node.
+    group = placement_group(bundles, strategy="PACK" if gpu else "STRICT_PACK")
+    if not group.wait(60):
+        remove_placement_group(group)
+        raise PacelineError(
+            f"Ray found no room for {bundles} within 60 s; lower rollout.num_engines or learner.world_size"
+        )
+    return group
+
+
+def _create_actors(config: Config, group: PlacementGroup) -> tuple[list[RemoteEngine], RemoteLearner]:
+    gpu = on_gpu()
+    tensor_parallel_size = config.rollout.engine.tensor_parallel_size if gpu else 0
+
+    def create(actor: type, index: int, num_gpus: int, *args: Any) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy, "max_restarts": 0}
+        return ray.remote(actor).options(**options).remote(*args)
+
+    engines = []
+    for index in range(config.rollout.num_engines):
+        actor = create(EngineActor, index, tensor_parallel_size)
+        engines.append(RemoteEngine(f"engine-{index}", actor, config.rollout.engine))
+    ranks = [
+        create(LearnerActor, config.rollout.num_engines + rank, int(gpu), rank)
+        for rank in range(config.learner.world_size)
+    ]
+    return engines, RemoteLearner(ranks, config.learner)
+
+
+def _share(cores: Sequence[int], index: int, num_engines: int) -> list[int]:
+    """Cores of one engine: a share of its own where there are enough, otherwise they take turns."""
+    if num_engines >= len(cores):
+        return [cores[index % len(cores)]]
+    return list(cores[index * len(cores) // num_engines : (index + 1) * len(cores) // num_engines])

@@ -1,0 +1,377 @@
+"""The actors of a run as the loop sees them: engine, learner, sender and trainers.
+
+Every call to an actor has a deadline, because Ray calls a stopped process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from paceline.config import Config, EngineConfig, LearnerConfig, SpeculationConfig
+from paceline.devices import Transport
+from paceline.drafters.rounds import Rounds
+from paceline.drafters.worker import WorkerSettings
+from paceline.learner.hidden_states import HiddenStateWriterSettings
+from paceline.orchestrator.members import Members
+from paceline.types import DraftBin, EngineLostError, Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample
+from paceline.weights.distributed import GroupAddress
+from paceline.weights.message import Push
+
+T = TypeVar("T")
+
+_POLL_S = 10.0
+"""An engine answers `collect` at least this often, with nothing if nothing has finished: silence means that it is
+lost."""
+CLOSE_DEADLINE_S = 8.0
+
+
+class RemoteEngine:
+    """types.Engine over an EngineActor."""
+
+    def __init__(self, name: str, actor: Any, config: EngineConfig) -> None:
+        self.name = name
+        self.actor = actor
+        self.pid = 0
+        self._config = config
+
+    async def start(
+        self, model_path: str, seed: int, cpus: Sequence[int] | None, speculation: SpeculationConfig | None = None
+    ) -> None:
+        starting = self.actor.start.remote(self.name, model_path, self._config, seed, cpus, speculation)
+        self.pid = await self._answer("start", starting, self._config.start_deadline_s + self._config.call_deadline_s)
+
+    async def restart(self, config: EngineConfig) -> None:
+        self._config = config
+        await self._answer(
+            "restart", self.actor.restart.remote(config), config.start_deadline_s + config.call_deadline_s
+        )
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        await self._answer("submit", self.actor.submit.remote(list(requests)))
+
+    async def collect(self) -> Sequence[Rollout]:
+        while True:
+            rollouts = await self._answer(
+                "collect", self.actor.collect.remote(_POLL_S), _POLL_S + self._config.call_deadline_s
+            )
+            if rollouts:
+                return rollouts
+
+    async def receive(self, push: Push) -> Receipt:
+        """Like all of types.Engine it raises when the engine is gone; a push that was refused is in the receipt."""
+        return await self._answer("receive", self.actor.receive.remote(push), 5 * self._config.call_deadline_s)
+
+    async def join_group(self, address: GroupAddress, first_rank: int) -> str | None:
+        return await self._answer("join_group", self.actor.join_group.remote(address, first_rank))
+
+    async def pause(self) -> None:
+        await self._answer("pause", self.actor.call.remote("pause"))
+
+    async def resume(self) -> None:
+        await self._answer("resume", self.actor.call.remote("resume"))
+
+    async def sleep(self) -> None:
+        await self._answer("sleep", self.actor.call.remote("sleep"))
+
+    async def wake(self) -> None:
+        await self._answer("wake", self.actor.call.remote("wake"))
+
+    async def stop_speculation(self) -> None:
+        await self._answer("stop_speculation", self.actor.call.remote("stop_speculation"))
+
+    async def trainer_start(self, settings: WorkerSettings) -> int:
+        return await self._answer("trainer_start", self.actor.trainer_start.remote(settings))
+
+    async def trainer_ready(self) -> bool:
+        return await self._answer("trainer_ready", self.actor.trainer_ready.remote(), self._config.start_deadline_s)
+
+    async def trainer_call(self, method: str) -> None:
+        await self._answer(method, self.actor.trainer_call.remote(method))
+
+    async def trainer_ended(self) -> int:
+        while True:
+            answer = self.actor.trainer_ended.remote(_POLL_S)
+            code = await self._answer("trainer_ended", answer, _POLL_S + self._config.call_deadline_s)
+            if code is not None:
+                return code
+
+    async def metrics(self) -> Mapping[str, float]:
+        return await self._answer("metrics", self.actor.call.remote("metrics"))
+
+    async def take_timeline(self) -> Sequence[DraftBin]:
+        return await self._answer("take_timeline", self.actor.call.remote("take_timeline"))
+
+    async def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
+        with suppress(PacelineError):  # it is killed next in either case
+            await self._answer("close", self.actor.call.remote("close"), deadline_s)
+        ray.kill(self.actor)
+
+    async def _answer(self, what: str, answer: Awaitable[T], deadline_s: float | None = None) -> T:
+        deadline_s = deadline_s or self._config.call_deadline_s
+        try:
+            return await asyncio.wait_for(_plain(answer), deadline_s)
+        except TimeoutError:
+            raise EngineLostError(self.name, f"{what} did not answer within {deadline_s:.0f} s") from None
+        except RayActorError as error:
+            raise EngineLostError(self.name, f"its process ended during {what}: {_first_line(error)}") from None
+        except RayError as error:
+            lost = error.__cause__
+            if isinstance(lost, EngineLostError):
+                raise EngineLostError(self.name, lost.why) from None
+            raise
+
+
+class RemoteLearner:
+    """types.Learner over the LearnerActors; rank 0 speaks for all."""
+
+    def __init__(self, actors: Sequence[Any], config: LearnerConfig) -> None:
+        self.actors = actors
+        self._config = config
+
+    async def start(
+        self,
+        model_path: str,
+        config: Config,
+        num_threads: int | None,
+        cores: Sequence[int] | None = None,
+        hand_over: HiddenStateWriterSettings | None = None,
+        *,
+        transport: Transport,
+    ) -> None:
+        rendezvous = await _plain(self.actors[0].rendezvous.remote()) if len(self.actors) > 1 else None
+        await self._all(
+            "start",
+            model_path,
+            config.learner,
+            config.objective,
+            config.rollout.temperature,
+            config.run.seed,
+            rendezvous,
+            config.rollout.engine,
+            num_threads,
+            cores,
+            hand_over,
+            transport,
+        )
+
+    async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        return await self._all("logp", list(samples), True)
+
+    async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        return await self._all("logp", list(samples), False)
+
+    async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+        return await self._all("update", list(samples))
+
+    async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
+        return await self._all("calibrate", list(samples), version)
+
+    async def stage_for(self, engine: EngineConfig) -> None:
+        await self._all("stage_for", engine)
+
+    async def stage(self, version: int) -> Push:
+        return await self._all("stage", version)
+
+    async def stage_drafter(self, checkpoint: Path, file: Path, version: int) -> Push:
+        return await self._all("stage_drafter", str(checkpoint), str(file), version)
+
+    async def host_group(self, num_workers: int, timeout_s: float) -> GroupAddress:
+        return await self._all("host_group", num_workers, timeout_s)
+
+    async def join_group(self) -> str | None:
+        return await self._all("join_group")
+
+    async def transmit(self) -> str | None:
+        return await self._all("transmit")
+
+    async def counters(self) -> Mapping[str, float]:
+        """Summed over ranks."""
+        answers = [_plain(actor.counters.remote()) for actor in self.actors]
+        ranks = await asyncio.wait_for(asyncio.gather(*answers), self._config.deadline_s)
+        return {key: sum(counted[key] for counted in ranks) for key in ranks[0]}
+
+    async def save(self, path: str) -> None:
+        await self._all("save", path)
+
+    async def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
+        with suppress(TimeoutError, PacelineError):  # they are killed next in either case
+            await asyncio.wait_for(self._all("close"), deadline_s)
+        for actor in self.actors:
+            ray.kill(actor)
+
+    async def _all(self, method: str, *args: Any) -> Any:
+        """Call every rank with the same arguments, each of them shipped once per node."""
+        shared = [ray.put(arg) for arg in args]
+        answers = [_plain(getattr(actor, method).remote(*shared)) for actor in self.actors]
+        try:
+            return (await asyncio.wait_for(asyncio.gather(*answers), self._config.deadline_s))[0]
+        except TimeoutError:
+            raise PacelineError(
+                f"the learner did not answer {method} within {self._config.deadline_s:.0f} s; "
+                "raise learner.deadline_s if it is only slow"
+            ) from None
+        except RayActorError as error:
+            raise PacelineError(f"a learner process ended during {method}: {_first_line(error)}") from None
+
+
+class RemoteSender:
+    """types.Sender: the learner stages a version once, and all engines take it at the same time.
+
+    Over the distributed transport the learner and the engines' workers form a process group. It is made before the
+    first push, and anew when the members have changed, an engine was started again or a broadcast failed.
+    """
+
+    def __init__(
+        self,
+        learner: RemoteLearner,
+        engines: Sequence[RemoteEngine],
+        members: Members,
+        config: EngineConfig,
+        transport: Transport,
+        drafter: Path | None = None,
+    ) -> None:
+        """`members` says which of the engines are alive; `drafter` is the checkpoint of their drafter, if it is
+        trained."""
+        self._learner = learner
+        self._engines = {engine.name: engine for engine in engines}
+        self._members = members
+        self._config = config
+        self._transport = transport
+        self._drafter = drafter
+        self._group: list[tuple[str, int]] = []
+        """Names and incarnations of the engines in the process group; none while it has to be made."""
+        self._one_push = asyncio.Lock()
+
+    async def send(self, version: int) -> Sequence[Receipt]:
+        return await self._send(version, lambda: self._learner.stage(version))
+
+    async def send_drafter(self, file: Path, version: int) -> Sequence[Receipt]:
+        """Send the engines' drafter with the trained tensors of `file` in it."""
+        assert self._drafter is not None
+        weights = self._drafter / "model.safetensors"
+        return await self._send(version, lambda: self._learner.stage_drafter(weights, file, version))
+
+    async def stop_speculation(self) -> None:
+        # An engine that does not answer is lost, and the fleet finds that out at its next call.
+        await asyncio.gather(*(engine.stop_speculation() for engine in self._alive()), return_exceptions=True)
+
+    def engines_restarted(self) -> None:
+        """Make the group anew: the engines' new processes have not joined it."""
+        self._group = []
+
+    def _alive(self) -> list[RemoteEngine]:
+        return [self._engines[name] for name in self._members.names]
+
+    async def _send(self, version: int, stage: Callable[[], Awaitable[Push]]) -> Sequence[Receipt]:
+        async with self._one_push:
+            engines = self._alive()
+            lost = await self._make_group(engines, version) if self._transport == "distributed" else []
+            gone = {receipt.engine for receipt in lost}
+            push = await stage()
+            transmitting = asyncio.create_task(self._learner.transmit())
+            receipts = await asyncio.gather(
+                *(self._deliver(engine, push) for engine in engines if engine.name not in gone)
+            )
+            if await transmitting is not None:  # the refusals of the engines say why
+                self._group = []
+            return [*lost, *receipts]
+
+    async def _make_group(self, engines: Sequence[RemoteEngine], version: int) -> list[Receipt]:
+        """Make the process group unless it is as it should be. Returns a receipt for each engine that was lost on the
+        way."""
+        lost: list[Receipt] = []
+        while True:
+            gone = {receipt.engine for receipt in lost}
+            left = [engine for engine in engines if engine.name not in gone]
+            wanted = [(engine.name, self._members.incarnation(engine.name)) for engine in left]
+            if wanted == self._group:
+                return lost
+            workers = self._config.tensor_parallel_size
+            # A worker must refuse what does not arrive before its engine's own deadline gives the engine up.
+            timeout_s = self._config.call_deadline_s / 2
+            address = await self._learner.host_group(len(left) * workers, timeout_s)
+            joining = [self._join(engine, address, 1 + i * workers, version) for i, engine in enumerate(left)]
+            answers = await asyncio.gather(self._learner.join_group(), *joining)
+            missing = [answer for answer in answers if isinstance(answer, Receipt)]
+            problems = [answer for answer in answers if isinstance(answer, str)]
+            if problems and not missing:
+                raise PacelineError(f"weights: learner and engines did not meet in a process group: {problems[0]}")
+            lost.extend(missing)
+            self._group = [] if missing else wanted
+
+    async def _join(
+        self, engine: RemoteEngine, address: GroupAddress, first_rank: int, version: int
+    ) -> Receipt | str | None:
+        try:
+            return await engine.join_group(address, first_rank)
+        except EngineLostError as lost:
+            return _lost_receipt(engine, version, lost)
+
+    async def _deliver(self, engine: RemoteEngine, push: Push) -> Receipt:
+        try:
+            return await engine.receive(push)
+        except EngineLostError as lost:
+            return _lost_receipt(engine, push.version, lost)
+
+
+class RoundSender:
+    """drafter_training.DrafterSender: sends the drafter of a round over the weight wire."""
+
+    def __init__(self, sender: RemoteSender, rounds: Rounds) -> None:
+        self._sender = sender
+        self._rounds = rounds
+
+    async def send_drafter(self, number: int) -> Sequence[Receipt]:
+        return await self._sender.send_drafter(self._rounds.file(number), number)
+
+    async def stop_speculation(self) -> None:
+        await self._sender.stop_speculation()
+
+
+class RemoteTrainer:
+    """slots.Trainer over an EngineActor, whose child the training process is."""
+
+    def __init__(self, engine: RemoteEngine, settings: WorkerSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+        self.pid = 0
+
+    async def start(self) -> None:
+        self.pid = await self._engine.trainer_start(self._settings)
+
+    async def ready(self) -> bool:
+        return await self._engine.trainer_ready()
+
+    async def lease(self) -> None:
+        await self._engine.trainer_call("lease")
+
+    async def recall(self) -> None:
+        await self._engine.trainer_call("recall")
+
+    async def kill(self) -> None:
+        await self._engine.trainer_call("kill")
+
+    async def ended(self) -> str:
+        return f"exit code {await self._engine.trainer_ended()}"
+
+
+def _lost_receipt(engine: RemoteEngine, version: int, lost: EngineLostError) -> Receipt:
+    return Receipt(
+        engine=engine.name, version=version, num_tensors=0, num_bytes=0, seconds=0.0, error=lost.why, lost=True
+    )
+
+
+async def _plain(answer: Awaitable[T]) -> T:
+    """Ray's futures are awaitable but no coroutines, which asyncio's combinators want."""
+    return await answer
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

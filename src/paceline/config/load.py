@@ -1,0 +1,99 @@
+"""Reads a config from a TOML file plus `a.b=value` overrides, and explains what is wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from paceline.config.base import Section
+from paceline.config.root import Config
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply `a.b=value` overrides; errors name the key and what it must be."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            raise ValueError(f"config: got {file}; must be a TOML file (configs/arena.toml is a start)")
+        try:
+            tree = tomllib.loads(file.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"config: {file} is not TOML: {error}") from None
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(detail) for detail in error.errors())) from None
+
+
+def sections_in(annotation: Any) -> list[type[Section]]:
+    """Sections that a field of this type may hold: one, several for a union of kinds, none for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [section for argument in get_args(annotation) for section in sections_in(argument)]
+    return []
+
+
+def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, list[type[Section]]]]:
+    """Every field under a section by its dotted key, with the sections that it may hold."""
+    for name, info in section.model_fields.items():
+        inner = sections_in(info.annotation)
+        yield prefix + name, inner
+        for variant in inner:
+            yield from fields_of(variant, f"{prefix}{name}.")
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """One line for one wrong key: its path as the user writes it, what it got and what it must be."""
+    kinds = {key: [_kind(variant) for variant in inner] for key, inner in fields_of(Config) if len(inner) > 1}
+    parts: list[str] = []
+    *outer, last = [str(part) for part in detail["loc"]]
+    for part in outer:
+        # pydantic adds the kind to the path: data.jsonl.path is the user's data.path
+        if part not in kinds.get(".".join(parts), ()):
+            parts.append(part)
+    key = ".".join([*parts, last])
+    match detail["type"]:
+        case "value_error":
+            # Our own validators name their key.
+            return str(detail["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        case "missing":
+            return f"{key}: is missing; must be set"
+        case "union_tag_not_found":
+            return f"{key}.kind: is missing; must be one of {', '.join(kinds[key])}"
+        case "extra_forbidden":
+            near = difflib.get_close_matches(key, [known for known, _ in fields_of(Config)], n=1)
+            return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+        case _:
+            return f"{key}: got {detail['input']!r}; {detail['msg'][:1].lower()}{detail['msg'][1:]}"
+
+
+def _kind(variant: type[Section]) -> str:
+    return variant.model_fields["kind"].default
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Set one dotted key; the value is read as TOML, and as a bare string where that fails."""
+    key, equals, text = (part.strip() for part in override.partition("="))
+    if not equals or not key:
+        raise ValueError(f"override: got {override!r}; must be a.b=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *path, leaf = key.split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ValueError(f"override: {key!r} goes through {part!r}, which is a value")
+    tree[leaf] = value

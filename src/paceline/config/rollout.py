@@ -1,0 +1,75 @@
+"""Rollouts: how many, how they are sampled, and the vLLM engines that sample them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from paceline.config.base import Section
+
+
+class EngineConfig(Section):
+    """Settings of each vLLM engine. What is not here keeps vLLM's default."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of weights and activations."""
+    max_model_len: int = Field(default=768, ge=8)
+    """Longest prompt plus response, in tokens."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Largest number of requests that the engine steps together."""
+    kv_cache_gb: float = Field(default=1.0, gt=0)
+    """KV cache of one engine on the CPU, in GiB. On GPUs vLLM sizes it by gpu_memory_utilization."""
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    """Share of a GPU's memory that vLLM may use."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs of one engine, over which its weights are sharded."""
+    weights: Literal["full", "fp8"] = "full"
+    """`full` is `dtype`. `fp8` quantises the policy's linear layers in blocks of 128 x 128 at every sync."""
+    kv_cache: Literal["full", "fp8"] = "full"
+    """`full` is `dtype`. `fp8` holds twice as many tokens; the learner calibrates its scales after every update
+    (`learner.calibration`)."""
+    compile: bool = False
+    """Compile the model. Compiled steps are about twice as fast on the CPU but cost a minute or two at start."""
+    start_deadline_s: float = Field(default=300, gt=0)
+    """Seconds within which an engine must have started."""
+    call_deadline_s: float = Field(default=60, gt=0)
+    """Seconds for calls that should answer at once: submit, pause, sleep, metrics."""
+    progress_deadline_s: float = Field(default=120, gt=0)
+    """An engine that has requests but produces no token for this many seconds is lost."""
+
+    @property
+    def in_full_precision(self) -> EngineConfig:
+        """The same engine without quantisation, to which the guard falls back when the mismatch is too large."""
+        return self.model_copy(update={"weights": "full", "kv_cache": "full"})
+
+    @model_validator(mode="after")
+    def _fp8_fits(self) -> EngineConfig:
+        if self.weights == "fp8" and self.dtype != "bfloat16":
+            raise ValueError(
+                f"rollout.engine.weights: got 'fp8' with dtype {self.dtype!r}; dtype must be 'bfloat16' because "
+                "engines quantise from it"
+            )
+        if self.weights == "fp8" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"rollout.engine.weights: got 'fp8' with tensor_parallel_size {self.tensor_parallel_size}; must be "
+                "'full' because quantised shards cannot be checked against the reference yet"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    """How rollouts are sampled. Sampling is never truncated (no top_p, no top_k): the learner's log-probabilities are
+    not, and importance ratios against a truncated sampler would be biased."""
+
+    num_engines: int = Field(default=2, ge=1)
+    """Number of vLLM engines."""
+    prompts_per_step: int = Field(default=16, ge=1)
+    """Prompts in the batch of one RL step."""
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts per prompt."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the learner scores tokens at the same one."""
+    max_tokens: int = Field(default=640, ge=1)
+    """Longest response, in tokens."""
+    engine: EngineConfig = EngineConfig()

@@ -1,0 +1,35 @@
+"""The run and the policy that it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.base import Section
+
+
+class RunConfig(Section):
+    name: str = "run"
+    """Name of the run's directory."""
+    directory: Path = Path("runs")
+    """Directory in which run directories are created. An existing run is never overwritten: a number is added to the
+    name."""
+    steps: int = Field(default=40, ge=1)
+    """Number of RL steps, each one policy update."""
+    seed: int = 0
+    """Seed of the order of the data, the engines' sampling and the learner."""
+    lag: int = Field(default=0, ge=0)
+    """How many batches the engines may be ahead of the learner. 0 is synchronous: a batch is sampled by one policy
+    version. With lag n, n + 1 batches are in flight, and a sync pauses engines in the middle of their rollouts instead
+    of waiting for them."""
+    save_every: int = Field(default=0, ge=0)
+    """Save the policy every this many steps; 0 saves at the end only."""
+    sinks: tuple[Literal["console", "wandb"], ...] = ("console",)
+    """Where metrics go besides metrics.jsonl."""
+
+
+class PolicyConfig(Section):
+    model: str = "arena:small"
+    """A Hugging Face checkpoint directory, or `arena:tiny`, `arena:small`, `arena:large` for the built-in policies."""

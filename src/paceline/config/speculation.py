@@ -1,0 +1,122 @@
+"""Speculative decoding: the drafter, how far it drafts, and whether it is trained during the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.config.base import Section
+from paceline.config.drafter_training import DrafterTrainingConfig
+
+
+class NgramDrafter(Section):
+    kind: Literal["ngram"] = "ngram"
+    min_match: int = Field(default=2, ge=1)
+    """Shortest repeated run of tokens within the request itself that is continued."""
+    max_match: int = Field(default=4, ge=1)
+    """Longest repeated run of tokens that is searched for."""
+
+
+class HistoryDrafter(Section):
+    kind: Literal["history"] = "history"
+    min_match: int = Field(default=2, ge=1)
+    """Shortest run of tokens that is looked up in the prompt's sibling and earlier rollouts."""
+    max_match: int = Field(default=16, ge=1)
+    """Number of latest tokens by which candidates are compared."""
+    capacity_mb: float = Field(default=256, gt=0)
+    """Memory of the index in each engine, in MiB; the oldest rollouts leave first."""
+    share_directory: Path | None = None
+    """Directory through which engines on one node share finished rollouts. None keeps each engine's history to
+    itself."""
+
+
+class LearnedDrafter(Section):
+    path: str
+    """A speculators checkpoint (`paceline draft train` makes one), or `arena` for the one that belongs to an arena
+    policy."""
+    draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic"
+    """How the drafter proposes. Probabilistic accepts clearly more at temperature 1; both are lossless."""
+    weights: Literal["full", "fp8"] = "full"
+    """Precision of the drafter's weights in engines, chosen apart from the policy's. It changes speed and acceptance,
+    never what is sampled."""
+
+
+class EagleDrafter(LearnedDrafter):
+    """EAGLE-3 drafts one token a pass, each conditioned on those before it."""
+
+    kind: Literal["eagle3"] = "eagle3"
+
+
+class ParallelDrafter(LearnedDrafter):
+    """DFlash drafts all k tokens in one pass, none conditioned on the others."""
+
+    kind: Literal["dflash"] = "dflash"
+
+
+DrafterConfig = Annotated[NgramDrafter | HistoryDrafter | EagleDrafter | ParallelDrafter, Field(discriminator="kind")]
+
+
+class MeasuredSelector(Section):
+    """Choose the draft length that measured best at this batch size, learnt while the engine runs."""
+
+    kind: Literal["measured"] = "measured"
+    costs: Path | None = None
+    """A cost file of `paceline bench costs` as the prior; without one the selector learns from nothing within 200
+    steps."""
+    explore: float = Field(default=0.02, ge=0, lt=0.5)
+    """Largest share of steps spent on a draft length that is not the best known one."""
+    margin: float = Field(default=0.03, ge=0)
+    """Relative gain that a new draft length must promise to be taken: hysteresis against flapping."""
+
+
+class FixedSelector(Section):
+    """Use one draft length at every step."""
+
+    kind: Literal["fixed"] = "fixed"
+    draft_length: int = Field(ge=0)
+    """Tokens drafted at every step; 0 drafts none."""
+
+
+class TableSelector(Section):
+    """Choose draft lengths by batch size from a table that is fixed at start, as vLLM's own."""
+
+    kind: Literal["table"] = "table"
+    ranges: tuple[tuple[int, int, int], ...]
+    """Rows of (smallest batch, largest batch, draft length); the last row holds beyond its largest batch."""
+
+
+class BanditSelector(Section):
+    """BEG-MAB of the TLT paper: epsilon-greedy over buckets of batch sizes, by the median reward of a sliding
+    window."""
+
+    kind: Literal["beg_mab"] = "beg_mab"
+    thresholds: tuple[int, ...] = (4, 16)
+    """Batch sizes at which a new bucket starts (after the first)."""
+    epsilon: float = Field(default=0.1, ge=0, le=1)
+    """Probability of a random draft length at a step."""
+    window: int = Field(default=10, ge=1)
+    """Number of latest rewards of a draft length whose median ranks it."""
+
+
+SelectorConfig = Annotated[
+    MeasuredSelector | FixedSelector | TableSelector | BanditSelector, Field(discriminator="kind")
+]
+
+
+class SpeculationConfig(Section):
+    drafter: DrafterConfig
+    max_draft_length: int = Field(default=7, ge=1, le=16)
+    """Largest number of tokens proposed per verification. The selector chooses from 0 to this."""
+    selector: SelectorConfig = MeasuredSelector()
+    training: DrafterTrainingConfig = DrafterTrainingConfig()
+
+    @model_validator(mode="after")
+    def _trainable(self) -> SpeculationConfig:
+        if self.training.mode != "off" and not isinstance(self.drafter, LearnedDrafter):
+            raise ValueError(
+                f"speculation.training.mode: got {self.training.mode!r} with drafter.kind {self.drafter.kind!r}; "
+                "must be off because only learned drafters (eagle3, dflash) have weights to train"
+            )
+        return self

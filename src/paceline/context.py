@@ -1,0 +1,40 @@
+"""What a long job gets from its caller: where to report, where to cache, and whether to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Event
+
+from paceline.types import PacelineError
+
+
+class CancelledError(PacelineError):
+    """The caller does not want the result any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Passed down as one argument. Every progress report is also a point at which the job can be cancelled."""
+
+    report: Callable[[str], None]
+    """Takes one line for the person who waits."""
+    cache_root: Path
+    """Directory of policies and drafters that are built once."""
+    cancelled: Event = field(default_factory=Event)
+    """Set by the caller, from any thread or signal handler."""
+
+    def progress(self, line: str) -> None:
+        """Report a line; raises CancelledError once the job was cancelled."""
+        if self.cancelled.is_set():
+            raise CancelledError("cancelled")
+        self.report(line)
+
+    def labelled(self, label: str) -> Context:
+        """Return the same context for a part of the job whose reports begin with `label`."""
+        return replace(self, report=lambda line: self.report(f"{label}: {line}"))
+
+    def quiet(self) -> Context:
+        """Return the same context for a part of the job that does not report."""
+        return replace(self, report=lambda line: None)

@@ -1,1 +1,0 @@
-"""Who proposes: drafters, and what trains them."""

@@ -1,0 +1,243 @@
+"""Training data on its way from the learner to drafter training: rollouts with hidden states, in a bounded directory.
+
+    learner's ranks ── put ──▶ one file a document, moved into place ──▶ trainers on the node ── draw, heldout ──▶ mmap
+
+In shared memory the directory is memory that all processes of the node see; on a disk it is the same, spilled. Nobody
+copies a document to read it: a file is mapped, and its arrays are views of the map. A file that is removed while
+somebody reads it stays whole for that reader. The name of a file says everything that choosing needs (version, length,
+use), so listing the directory opens none.
+
+The oldest policy versions are evicted first, with two exceptions. Short responses are many and cheap, and would crowd
+out the long ones, which a drafter needs most because the tail of a phase consists of them: the longest documents of
+earlier versions therefore keep a share of the room for as long as their version is recent enough. And documents of
+held-out prompts have room of their own. The hash of the prompt decides whether a document is held out, so that neither
+a sibling nor the same prompt in a later epoch is trained on.
+
+The target distribution is the policy's output head applied to a document's last hidden states. Only the newest head is
+kept, so hidden states of an older version are read through today's head; `keep_versions` bounds how old they can be.
+
+Dimension suffixes: V vocabulary, D hidden size of the policy.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from paceline.config import BufferConfig
+from paceline.drafters.packing import Document
+from paceline.files import atomic_file, private_directory, remove_partials
+from paceline.types import Floats
+
+_MAGIC = 0x70_6C_64_62
+_HEADER_WORDS = 6
+"""Magic, tokens, prompt tokens, taps, hidden size, zero; every word has 4 bytes, as has everything behind them."""
+_SUFFIX = ".document"
+_HEAD_SUFFIX = ".head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A document in the directory, as its file name describes it."""
+
+    file: Path
+    version: int
+    num_tokens: int
+    num_bytes: int
+    heldout: bool
+
+
+class Buffer:
+    """One process's access to the directory. Not safe for threads; safe among processes."""
+
+    def __init__(self, directory: Path, config: BufferConfig, *, writer: str | None = None) -> None:
+        """`writer` names this process among those that put documents; a process that only reads has none."""
+        assert writer is None or writer.isalnum(), "it is a part of file names"
+        self._directory = directory
+        self._config = config
+        self._writer = writer
+        self._last_name_ns = 0
+        self.num_broken = 0
+        """Files that were there and could not be read; a file counts each time that it is drawn."""
+        private_directory(directory)
+        if writer is not None:
+            remove_partials(directory, f"*-{writer}-*")  # left by a crash
+
+    def put(self, documents: Sequence[Document], version: int) -> None:
+        """Write documents of this policy version, then evict others; until then the bound is exceeded by as much as
+        these take.
+
+        A document without anchors has nothing to train on and is left out.
+        """
+        for document in documents:
+            if document.num_anchors:
+                use = "h" if is_heldout(document, self._config.heldout_share) else "t"
+                self._write(f"{self._new_name(version)}-{len(document.token_ids):08d}-{use}{_SUFFIX}", _parts(document))
+        self._make_room()
+
+    def put_head(self, head_VD: Floats, version: int) -> None:
+        """Write the policy's output head of this version and remove older ones. Only one writer calls this."""
+        self._write(f"{self._new_name(version)}-{head_VD.shape[0]:08d}-{head_VD.shape[1]:08d}{_HEAD_SUFFIX}", [head_VD])
+        for older in sorted(self._directory.glob(f"*{_HEAD_SUFFIX}"))[:-1]:
+            older.unlink(missing_ok=True)
+
+    def head(self) -> tuple[int, Floats] | None:
+        """Return the newest head with its version, as a view of the file."""
+        for file in sorted(self._directory.glob(f"*{_HEAD_SUFFIX}"), reverse=True):
+            *_, rows, columns = file.name.removesuffix(_HEAD_SUFFIX).split("-")
+            with suppress(FileNotFoundError):  # a newer one has come meanwhile
+                return _version(file), np.memmap(file, np.float32, "r", shape=(int(rows), int(columns)))
+        return None
+
+    def entries(self) -> list[Entry]:
+        """List all documents, the oldest version first."""
+        return sorted(self._look(), key=lambda entry: entry.file.name)
+
+    def draw(self, num_tokens: int, rng: np.random.Generator) -> list[Document]:
+        """Draw documents to train on at random, none twice, of about this many tokens in all."""
+        candidates = [entry for entry in self.entries() if not entry.heldout]
+        order = (candidates[i] for i in rng.permutation(len(candidates)))
+        return list(self._take(order, num_tokens))
+
+    def heldout(self, num_tokens: int) -> list[Document]:
+        """Return the newest held-out documents, of about this many tokens: they show what the policy says now."""
+        return list(self._take((entry for entry in reversed(self.entries()) if entry.heldout), num_tokens))
+
+    def _take(self, entries: Iterator[Entry], num_tokens: int) -> Iterator[Document]:
+        for entry in entries:
+            if num_tokens <= 0:
+                return
+            try:
+                yield _map(entry.file)
+                num_tokens -= entry.num_tokens
+            except FileNotFoundError:  # a writer has made room
+                continue
+            except ValueError:
+                self.num_broken += 1
+
+    def _new_name(self, version: int) -> str:
+        assert self._writer is not None, "a reader puts nothing"
+        self._last_name_ns = max(self._last_name_ns + 1, time.time_ns())  # a clock may stand still or go back
+        return f"{version:08d}-{self._last_name_ns:020d}-{self._writer}"
+
+    def _write(self, name: str, parts: Sequence[np.ndarray[Any, Any]]) -> None:
+        with atomic_file(self._directory / name, private=True) as partial, partial.open("wb") as file:
+            for part in parts:
+                part.tofile(file)
+
+    def _look(self) -> Iterator[Entry]:
+        with os.scandir(self._directory) as found:
+            for item in found:
+                if not item.name.endswith(_SUFFIX):
+                    continue
+                version, _, _, num_tokens, use = item.name.removesuffix(_SUFFIX).split("-")
+                with suppress(FileNotFoundError):  # it may be evicted while we look
+                    yield Entry(
+                        file=Path(item.path),
+                        version=int(version),
+                        num_tokens=int(num_tokens),
+                        num_bytes=item.stat().st_size,
+                        heldout=use == "h",
+                    )
+
+    def _make_room(self) -> None:
+        for entry in victims(self.entries(), self._config):
+            entry.file.unlink(missing_ok=True)
+
+
+def is_heldout(document: Document, share: float) -> bool:
+    """Whether documents of this prompt are held out from training; the same in every process and epoch."""
+    prompt = np.ascontiguousarray(document.token_ids[: document.num_prompt_tokens], "<i4")
+    return xxhash.xxh3_64_intdigest(prompt.tobytes()) < share * 2**64
+
+
+def victims(entries: Sequence[Entry], config: BufferConfig) -> list[Entry]:
+    """Choose the entries to evict so that the others fit; `entries` are in the order of their age."""
+    if not entries:
+        return []
+    newest = max(entry.version for entry in entries)
+    expired = [entry for entry in entries if entry.version <= newest - config.keep_versions]
+    kept = [entry for entry in entries if entry.version > newest - config.keep_versions]
+    heldout = [entry for entry in kept if entry.heldout]
+    trained = [entry for entry in kept if not entry.heldout]
+    capacity = int(config.capacity_mb * 2**20)
+    heldout_capacity = int(capacity * config.heldout_share)
+    capacity -= heldout_capacity
+    earlier = sorted(
+        (entry for entry in trained if entry.version < newest), key=lambda entry: entry.num_tokens, reverse=True
+    )
+    floor = set(_fitting(earlier, int(capacity * config.long_share)))
+    others = [entry for entry in trained if entry not in floor]
+    excess = sum(entry.num_bytes for entry in trained) - capacity
+    oldest_first = [*others, *(entry for entry in trained if entry in floor)]
+    return [
+        *expired,
+        *_first(oldest_first, excess),
+        *_first(heldout, sum(entry.num_bytes for entry in heldout) - heldout_capacity),
+    ]
+
+
+def _fitting(entries: Sequence[Entry], capacity: int) -> Iterator[Entry]:
+    for entry in entries:
+        capacity -= entry.num_bytes
+        if capacity < 0:
+            return
+        yield entry
+
+
+def _first(entries: Sequence[Entry], num_bytes: int) -> Iterator[Entry]:
+    """Take entries until they make up `num_bytes`."""
+    for entry in entries:
+        if num_bytes <= 0:
+            return
+        num_bytes -= entry.num_bytes
+        yield entry
+
+
+def document_bytes(num_tokens: int, num_taps: int, hidden_size: int) -> int:
+    """Size of a document's file in bytes."""
+    return 4 * (_HEADER_WORDS + num_tokens * (1 + (num_taps + 1) * hidden_size))
+
+
+def _parts(document: Document) -> list[np.ndarray[Any, Any]]:
+    num_tokens, num_taps, hidden_size = document.taps.shape
+    assert document.token_ids.shape == (num_tokens,) and document.last.shape == (num_tokens, hidden_size)
+    header = np.array([_MAGIC, num_tokens, document.num_prompt_tokens, num_taps, hidden_size, 0], np.int32)
+    return [
+        header,
+        document.token_ids.astype(np.int32),
+        document.taps.astype(np.float32),
+        document.last.astype(np.float32),
+    ]
+
+
+def _map(file: Path) -> Document:
+    """Map a file as a document whose arrays are views of it; raises ValueError if the file is not whole."""
+    words = np.memmap(file, np.int32, "r")
+    if len(words) < _HEADER_WORDS or words[0] != _MAGIC:
+        raise ValueError(f"{file.name}: not a document of this buffer")
+    num_tokens, num_prompt_tokens, num_taps, hidden_size = (int(word) for word in words[1:5])
+    if 4 * len(words) != document_bytes(num_tokens, num_taps, hidden_size):
+        raise ValueError(
+            f"{file.name}: {4 * len(words)} bytes; must be {document_bytes(num_tokens, num_taps, hidden_size)}"
+        )
+    taps_at = _HEADER_WORDS + num_tokens
+    last_at = taps_at + num_tokens * num_taps * hidden_size
+    return Document(
+        token_ids=words[_HEADER_WORDS:taps_at],
+        num_prompt_tokens=num_prompt_tokens,
+        taps=words[taps_at:last_at].view(np.float32).reshape(num_tokens, num_taps, hidden_size),
+        last=words[last_at:].view(np.float32).reshape(num_tokens, hidden_size),
+    )
+
+
+def _version(file: Path) -> int:
+    return int(file.name.split("-")[0])

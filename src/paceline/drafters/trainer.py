@@ -1,0 +1,386 @@
+"""Trains the drafter in slices that can be stopped at any micro-batch.
+
+    documents ──submit──▶ optimizer steps ──▶ micro-batches ──run──▶ gradients ··· clip, Muon + AdamW, schedule
+
+A worker on an idle engine trains until the engine is needed. It must then let go at once and lose nothing, so `run`
+asks before every micro-batch whether to go on. What was accumulated stays, and the next `run` continues where this one
+stopped, to the same parameters as if it had never been interrupted.
+
+Matrices inside the layers are trained by Muon, all else by AdamW. The loss of a step is the mean over its guesses,
+however it is cut into micro-batches. A warm start knows its length: the learning rate falls to zero over it, and the
+number of unrolled steps grows with it, because the first step is learnt first and the later ones, which build on it,
+cost as much time each.
+
+Training without a known end keeps its learning rate, and its weights keep the noise of that. What is published is
+therefore their mean over the last steps (on arena:small, accepted length 4.57 where the weights themselves had 4.49);
+training goes on from the weights.
+
+Several workers train on documents of their own and are averaged between slices, weights and optimizers alike, each
+weighted by the tokens that it has seen since the last average. A worker that joins loads the average, one that leaves
+is left out, and one alone is its own average.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.drafters.kinds import guess
+from paceline.drafters.packing import Document, make_pack
+from paceline.types import Floats
+
+if TYPE_CHECKING:
+    from paceline.drafters.checkpoint import Drafter
+
+
+State = dict[str, torch.Tensor]
+"""State of a trainer under flat names, so that it can be written as safetensors and averaged tensor by tensor."""
+WEIGHTS = "drafter/"
+"""Prefix of the drafter's tensors in a state; the others are the optimizers' and the weights that they move."""
+_MOVED = "moved/"
+"""Prefix of the weights as the last optimizer step left them; under WEIGHTS is then their mean."""
+_MEAN_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How a drafter is trained."""
+
+    num_steps: int | None
+    """Optimizer steps over which the learning rate falls to zero; None keeps it, for training without a known end."""
+    tokens_per_step: int = 1024
+    pass_tokens: int = 1024
+    """Tokens of one micro-batch: bounds memory, and the time until training gives way. A longer document gets its own
+    pass."""
+    draft_length: int = 7
+    """Largest draft length that the drafter is trained for: steps that are unrolled at the end of the schedule."""
+    matrix_lr: float = 0.1
+    """Peak learning rate of the Muon optimizer, used for matrices."""
+    other_lr: float = 0.01
+    """Peak learning rate of AdamW, used for embeddings, output head and norms."""
+    warmup_steps: int = 20
+    max_grad_norm: float = 1.0
+    autocast: bool = True
+    """Forward and backward pass in bfloat16; weights, optimizer and target distribution stay in float32."""
+
+    def lr_factor(self, step: int) -> float:
+        warmup = min(1.0, (step + 1) / self.warmup_steps)
+        return warmup if self.num_steps is None else warmup * max(0.02, 1 - step / self.num_steps)
+
+    def unrolled(self, step: int) -> int:
+        """Steps to unroll at this optimizer step: 2, then 4, then all."""
+        if self.num_steps is None or step >= self.num_steps / 2:
+            return self.draft_length
+        return min(self.draft_length, 2 if step < self.num_steps / 5 else 4)
+
+    def overlap_share(self, step: int) -> float:
+        """Share of overlap in the loss: none while the distribution is being found, then nearly all; half without a
+        known end."""
+        if self.num_steps is None:
+            return 0.5
+        return 0.95 if step >= self.num_steps / 2 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluation:
+    """Quality of a drafter on documents that it was not trained on."""
+
+    overlap: tuple[float, ...]
+    """sum_v min(p_v, q_v) by step: the share of drafts that an engine accepts there, at temperature 1."""
+    divergence: tuple[float, ...]
+    """KL(p || q) by step."""
+    accepted_length: tuple[float, ...]
+    """Expected tokens per verification, bonus token included, at draft lengths 1, 2, ..."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _MicroBatch:
+    documents: Sequence[Document]
+    unrolled: int
+    overlap_share: float
+    num_guesses: int
+    """Guesses of the whole optimizer step, whose loss is their mean."""
+    ends_step: bool
+
+
+class DrafterTrainer:
+    def __init__(self, drafter: Drafter, head_VD: torch.Tensor, schedule: Schedule) -> None:
+        """`head_VD` is the policy's output head, which turns a document's last hidden states into the target
+        distribution."""
+        self.drafter = drafter
+        self.schedule = schedule
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.num_skipped = 0
+        """Steps whose gradient was not finite; they change nothing."""
+        self._head_VD = head_VD.detach().float()
+        self._queue: deque[_MicroBatch] = deque()
+        self._planned_steps = 0
+        self._optimizers = _make_optimizers(drafter, schedule)
+        self._sums: dict[str, float] = {}
+        self._pending_tokens = 0
+        self.fresh_tokens = 0
+        """Tokens trained on since the state was last loaded: the weight of this worker in an average."""
+        self._mean: State | None = None
+        """Mean of the weights over the last steps, in training without a known end."""
+        if schedule.num_steps is None:
+            self._mean = _copies(trained(drafter))
+
+    def set_head(self, head_VD: torch.Tensor) -> None:
+        """Continue with the output head of a newer policy."""
+        self._head_VD = head_VD.detach().float()
+
+    def submit(self, documents: Sequence[Document]) -> None:
+        """Queue documents, in as many optimizer steps as their tokens make. Those without anchors are left out."""
+        useful = [document for document in documents if document.num_anchors]
+        for step in plan_steps(useful, self.schedule.tokens_per_step):
+            unrolled = self.schedule.unrolled(self._planned_steps)
+            overlap_share = self.schedule.overlap_share(self._planned_steps)
+            num_guesses = sum(_num_guesses(document, unrolled) for document in step)
+            passes = list(plan_passes(step, self.schedule.pass_tokens))
+            self._queue += [
+                _MicroBatch(
+                    documents=part,
+                    unrolled=unrolled,
+                    overlap_share=overlap_share,
+                    num_guesses=num_guesses,
+                    ends_step=part is passes[-1],
+                )
+                for part in passes
+            ]
+            self._planned_steps += 1
+
+    def run(self, should_stop: Callable[[], bool]) -> bool:
+        """Work until the queue is empty (True) or `should_stop` says so (False), which is asked before every
+        micro-batch."""
+        while self._queue:
+            if should_stop():
+                return False
+            batch = self._queue.popleft()
+            self._accumulate(batch)
+            if batch.ends_step:
+                self._step()
+        return True
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return means since the last call."""
+        sums, self._sums = self._sums, {}
+        count = max(1.0, sums.pop("guesses", 0.0))
+        return {f"draft/{key}": value / count for key, value in sums.items()}
+
+    def drop_queue(self) -> None:
+        """Drop what is queued, and the gradients of a half-made step."""
+        self._queue.clear()
+        self._planned_steps = self.num_steps
+        self._pending_tokens = 0
+        for optimizer, _ in self._optimizers:
+            optimizer.zero_grad()
+
+    def state_dict(self) -> State:
+        """Copy everything that a later trainer needs to continue, under flat names; only between optimizer steps."""
+        assert not self._queue, "stopped inside an optimizer step, whose gradients would be lost"
+        weights = trained(self.drafter)
+        state = {f"{WEIGHTS}{name}": weight for name, weight in (self._mean or weights).items()}
+        if self._mean is not None:
+            state |= {f"{_MOVED}{name}": weight for name, weight in weights.items()}
+        for number, (optimizer, _) in enumerate(self._optimizers):
+            for index, values in optimizer.state_dict()["state"].items():
+                state |= {f"optimizer/{number}/{index}/{key}": value for key, value in values.items()}
+        state |= {name: torch.tensor(count, dtype=torch.float64) for name, count in self._counts().items()}
+        return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state; with one that holds only weights, the optimizers start afresh."""
+        assert not self._queue, "what is queued was planned for another state"
+        load_weights(self.drafter, state)
+        if self._mean is not None:
+            self._mean = _copies(trained(self.drafter))
+            if any(name.startswith(_MOVED) for name in state):
+                load_weights(self.drafter, state, prefix=_MOVED)
+        for number, (optimizer, _) in enumerate(self._optimizers):
+            optimizer.load_state_dict(
+                {"state": _optimizer_state(state, number), "param_groups": optimizer.state_dict()["param_groups"]}
+            )
+        counts = {name: round(float(state[name])) if name in state else 0 for name in self._counts()}
+        self.num_steps = self._planned_steps = counts["num_steps"]
+        self.num_tokens = counts["num_tokens"]
+        self.fresh_tokens = 0
+
+    def _counts(self) -> dict[str, int]:
+        return {"num_steps": self.num_steps, "num_tokens": self.num_tokens}
+
+    def _accumulate(self, batch: _MicroBatch) -> None:
+        pack = make_pack(batch.documents, self._head_VD.device)
+        with torch.autocast(self._head_VD.device.type, torch.bfloat16, enabled=self.schedule.autocast):
+            guesses = guess(self.drafter, pack, self._head_VD, batch.unrolled, overlap_share=batch.overlap_share)
+        (guesses.loss / batch.num_guesses).backward()
+        num_tokens = sum(len(document.token_ids) for document in batch.documents)
+        self.num_tokens += num_tokens
+        self._pending_tokens += num_tokens
+        for key, value in (
+            ("guesses", guesses.count_J.sum()),
+            ("divergence", guesses.divergence_J.sum()),
+            ("overlap", guesses.overlap_J.sum()),
+        ):
+            self._sums[key] = self._sums.get(key, 0.0) + float(value)
+
+    def _step(self) -> None:
+        factor = self.schedule.lr_factor(self.num_steps)
+        norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.schedule.max_grad_norm)
+        finite = bool(torch.isfinite(norm))
+        for optimizer, peak_lr in self._optimizers:
+            optimizer.param_groups[0]["lr"] = peak_lr * factor
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad()
+        self.num_skipped += not finite
+        self.fresh_tokens += self._pending_tokens if finite else 0
+        self._pending_tokens = 0
+        self.num_steps += 1
+        if self._mean is not None:
+            # At first over half of the steps, so that the initial weights are soon left out.
+            share = 1 / min(_MEAN_STEPS, 1 + self.num_steps // 2)
+            for name, weight in trained(self.drafter).items():
+                self._mean[name].lerp_(weight.detach(), share)
+
+
+@torch.no_grad()
+def load_weights(drafter: Drafter, state: State, *, prefix: str = WEIGHTS) -> None:
+    """Load only the drafter's part of a trainer's state."""
+    for name, weight in trained(drafter).items():
+        weight.copy_(state[f"{prefix}{name}"])
+
+
+def _copies(weights: State) -> State:
+    return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def trained(drafter: Drafter) -> dict[str, torch.Tensor]:
+    """Return the tensors that training changes, by name; not copies."""
+    return {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
+
+
+def average(states: Sequence[State], num_tokens: Sequence[int]) -> State:
+    """Average workers' states, weighted by the tokens that each has seen since all of them were equal (`fresh_tokens`).
+
+    A worker that has seen none counts for nothing. A tensor that some lack (an optimizer before its first step) is the
+    mean of those that have it."""
+    seen = [(state, count) for state, count in zip(states, num_tokens, strict=True) if count > 0]
+    if len(seen) <= 1:  # bit for bit
+        return seen[0][0] if seen else states[0]
+    mean: State = {}
+    for name in dict.fromkeys(name for state, _ in seen for name in state):
+        parts = [(state[name], count) for state, count in seen if name in state]
+        total = sum(count for _, count in parts)
+        mean[name] = (
+            torch.stack([tensor.double() * (count / total) for tensor, count in parts]).sum(0).to(parts[0][0].dtype)
+        )
+    return mean
+
+
+def _optimizer_state(state: State, number: int) -> dict[int, dict[str, torch.Tensor]]:
+    nested: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in state.items():
+        match name.split("/"):
+            case ["optimizer", its_number, index, key] if int(its_number) == number:
+                nested.setdefault(int(index), {})[key] = tensor
+    return nested
+
+
+def plan_passes(documents: Sequence[Document], pass_tokens: int) -> Iterator[list[Document]]:
+    """Group documents of similar length: attention pads the shorter ones of a pass to the longest."""
+    current: list[Document] = []
+    num_tokens = 0
+    for document in sorted(documents, key=lambda document: len(document.token_ids)):
+        if current and num_tokens + len(document.token_ids) > pass_tokens:
+            yield current
+            current, num_tokens = [], 0
+        current.append(document)
+        num_tokens += len(document.token_ids)
+    if current:
+        yield current
+
+
+@torch.no_grad()
+def evaluate(
+    drafter: Drafter,
+    documents: Sequence[Document],
+    head_VD: torch.Tensor,
+    *,
+    draft_length: int,
+    pass_tokens: int = 4096,
+) -> Evaluation:
+    """Guess every token of the documents in float32, and score the guesses."""
+    overlap_J = torch.zeros(draft_length)
+    divergence_J = torch.zeros(draft_length)
+    count_J = torch.zeros(draft_length)
+    num_verifications = np.zeros(draft_length)
+    useful = [document for document in documents if document.num_anchors]
+    for part in plan_passes(useful, pass_tokens):
+        guesses = guess(drafter, make_pack(part, head_VD.device), head_VD.float(), draft_length)
+        overlap_J += guesses.overlap_J.cpu()
+        divergence_J += guesses.divergence_J.cpu()
+        count_J += guesses.count_J.cpu()
+        bounds = np.cumsum([document.num_anchors for document in part])[:-1]
+        for accept_AJ in np.split(guesses.accept_AJ.float().cpu().numpy(), bounds):
+            num_verifications += [expected_verifications(accept_AJ[:, :k]) for k in range(1, draft_length + 1)]
+    num_tokens = sum(document.num_anchors for document in useful)
+    return Evaluation(
+        overlap=tuple((overlap_J / count_J).tolist()),
+        divergence=tuple((divergence_J / count_J).tolist()),
+        accepted_length=tuple((num_tokens / num_verifications).tolist()),
+        num_tokens=num_tokens,
+    )
+
+
+def expected_verifications(accept_AJ: Floats) -> float:
+    """Expected number of verification steps that an engine needs for a response whose tokens are known.
+
+    A drafted token is drawn from q and accepted with probability min(1, p/q), so a token x comes out accepted with
+    probability min(p(x), q(x)): of the times that x comes out at all, which is p(x), that is the share min(1, q(x) /
+    p(x)) = accept_AJ. Walking along the response with these probabilities is therefore an exact replay of the engine.
+    visits_A holds how probable it is that a verification begins at each token."""
+    num_anchors, draft_length = accept_AJ.shape
+    visits_A = np.zeros(num_anchors + draft_length + 1)
+    visits_A[0] = 1.0
+    for anchor in range(num_anchors):
+        reach = np.concatenate([[1.0], np.cumprod(accept_AJ[anchor]), [0.0]])
+        visits_A[anchor + 1 : anchor + draft_length + 2] += visits_A[anchor] * (reach[:-1] - reach[1:])
+    return float(visits_A[:num_anchors].sum())
+
+
+def _num_guesses(document: Document, unrolled: int) -> int:
+    return sum(max(0, document.num_anchors - step) for step in range(unrolled))
+
+
+def plan_steps(documents: Sequence[Document], tokens_per_step: int) -> Iterator[list[Document]]:
+    """Divide documents, in their order, into steps of about equal size."""
+    if not documents:
+        return
+    ends = np.cumsum([len(document.token_ids) for document in documents])
+    num_steps = max(1, round(int(ends[-1]) / tokens_per_step))
+    step_of = np.minimum((ends - 1) * num_steps // ends[-1], num_steps - 1)
+    for step in range(num_steps):
+        taken = [document for document, its_step in zip(documents, step_of, strict=True) if its_step == step]
+        if taken:
+            yield taken
+
+
+def _make_optimizers(drafter: Drafter, schedule: Schedule) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Make the optimizers, each with its peak learning rate."""
+    trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
+    matrices = {
+        name: weight for name, weight in trained.items() if weight.ndim == 2 and name.startswith(("layers.", "fc."))
+    }
+    others = [weight for name, weight in trained.items() if name not in matrices]
+    return [
+        (torch.optim.Muon(matrices.values(), lr=schedule.matrix_lr, weight_decay=0.0), schedule.matrix_lr),
+        (torch.optim.AdamW(others, lr=schedule.other_lr, betas=(0.9, 0.95), weight_decay=0.0), schedule.other_lr),
+    ]

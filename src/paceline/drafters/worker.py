@@ -1,0 +1,268 @@
+"""The process that trains the drafter on an idle engine's device, and the owner's handle of it.
+
+    owner (beside the engine): TrainerProcess ──SIGCONT: lease, SIGSTOP: recall──▶ process: TrainingWorker ──▶ rounds.py
+                                                                                        ▲
+                                                                                    buffer.py
+
+A recall must take effect at once, and a micro-batch takes as long as it takes; so the system stops the process in the
+middle of it, and the process continues there in its next lease. It holds no lock that others need and reports only
+through files that are moved into place, so neither a stop nor a kill at any instruction harms anybody. It dies with its
+owner, stopped or not.
+
+    python -m paceline.drafters.worker SETTINGS        writes "ready" when it could train, and stops itself
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+
+from paceline.config import DrafterTrainingConfig, Section
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.drafters.trainer import DrafterTrainer
+
+_PR_SET_PDEATHSIG = 1
+_EMPTY_WAIT_S = 0.02
+_END_DEADLINE_S = 5.0
+
+
+class WorkerSettings(Section):
+    """All settings of the process."""
+
+    name: str
+    drafter: Path
+    """The checkpoint that the run began with."""
+    directory: Path
+    """The run's directory, shared by all workers of the node: it holds documents/ and rounds/."""
+    max_draft_length: int
+    training: DrafterTrainingConfig
+    cpus: tuple[int, ...] | None
+    """Cores that the process may use: those of its engine."""
+    seed: int
+
+
+def documents_in(directory: Path) -> Path:
+    return directory / "documents"
+
+
+def rounds_in(directory: Path) -> Path:
+    return directory / "rounds"
+
+
+class TrainerProcess:
+    """The owner's handle of the process. Every method returns at once, except `wait_ready` and `kill`."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        command = [sys.executable, "-m", __name__, settings.model_dump_json()]
+        # A session of its own: Ctrl-C in a terminal is not for it, its owner ends it.
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)  # noqa: S603
+        self._handle = psutil.Process(self._process.pid)
+        self.pid = self._process.pid
+        self._ready = False
+        self._asking = threading.Lock()
+
+    def wait_ready(self) -> bool:
+        """Wait until the process could train; False if it ended before. Blocks, and several threads may call it."""
+        assert self._process.stdout is not None
+        with self._asking:
+            self._ready = self._ready or (self._process.stdout.readline() == b"ready\n" and self._wait_stopped())
+        return self._ready and self.ended() is None
+
+    def lease(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def recall(self) -> None:
+        """Stop the process; returns when none of its threads runs any more."""
+        self._signal(signal.SIGSTOP)
+        self._wait_stopped()
+
+    def ended(self) -> int | None:
+        """Exit code of the process; None while it lives."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(_END_DEADLINE_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.ended() is None:
+            self._process.send_signal(number)
+
+    def _wait_stopped(self) -> bool:
+        """Wait until the system has stopped every thread, which takes a fraction of a millisecond as a rule."""
+        while self.ended() is None:
+            try:
+                if self._handle.status() == psutil.STATUS_STOPPED:
+                    return True
+            except psutil.NoSuchProcess:
+                return False
+            time.sleep(0.0005)
+        return False
+
+
+class TrainingWorker:
+    """The work of the process while it is leased, in steps that a test can take one by one."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        from torch import nn
+
+        from paceline.devices import use_device
+        from paceline.drafters.buffer import Buffer
+        from paceline.drafters.checkpoint import load
+        from paceline.drafters.rounds import Rounds
+
+        self._settings = settings
+        self._training = settings.training
+        self._buffer = Buffer(documents_in(settings.directory), self._training.buffer)
+        self._rounds = Rounds(rounds_in(settings.directory), settings.drafter)
+        device = use_device()
+        self._drafter, self._judged = load(settings.drafter), load(settings.drafter)
+        for model in (self._drafter, self._judged):
+            nn.Module.to(model, device)  # transformers' own `to` is annotated wrongly
+        self._trainer: DrafterTrainer | None = None
+        self._head_version = -1
+        self._head_VD: torch.Tensor | None = None
+        self._round = 0
+        self._progress = self._before = self._rounds.progress(settings.name)  # its predecessor's, if there was one
+        self._rng = np.random.default_rng([settings.seed, *settings.name.encode()])
+
+    def work(self) -> bool:
+        """Train one slice or evaluate one base; False if there is nothing to do yet."""
+        if not self._follow_policy():
+            return False
+        self._follow_round()
+        began_s = _running_s()
+        worked = self._judge() or self._train()
+        num_broken_files = self._before.num_broken_files + self._buffer.num_broken
+        if worked or num_broken_files > self._progress.num_broken_files:
+            spent_s = _running_s() - began_s
+            self._progress = replace(
+                self._progress, training_s=self._progress.training_s + spent_s, num_broken_files=num_broken_files
+            )
+            self._rounds.put_progress(self._settings.name, self._progress)
+        return worked
+
+    def _follow_policy(self) -> bool:
+        """Take over the newest policy's output head; False before there is any."""
+        import torch
+
+        from paceline.drafters.trainer import DrafterTrainer, Schedule
+
+        found = self._buffer.head()
+        if found is not None and found[0] != self._head_version:
+            self._head_version, head_VD = found
+            self._head_VD = torch.from_numpy(np.array(head_VD)).to(self._drafter.device)
+            if self._trainer is None:
+                schedule = Schedule(
+                    num_steps=None,
+                    draft_length=self._settings.max_draft_length,
+                    matrix_lr=self._training.matrix_lr,
+                    other_lr=self._training.other_lr,
+                    tokens_per_step=self._training.tokens_per_step,
+                    # Documents rarely make up a step exactly; one pass should hold it even so.
+                    pass_tokens=2 * self._training.tokens_per_step,
+                )
+                self._trainer = DrafterTrainer(self._drafter, self._head_VD, schedule)
+            self._trainer.set_head(self._head_VD)
+        return self._trainer is not None
+
+    def _follow_round(self) -> None:
+        """Continue from the newest base; what was trained on an older one since its round was closed is dropped."""
+        assert self._trainer is not None
+        while (newest := self._rounds.round()) != self._round:
+            try:
+                state = self._rounds.base(newest)
+            except FileNotFoundError:  # it was stopped here, and meanwhile there is a newer one
+                continue
+            self._trainer.drop_queue()
+            self._trainer.load_state_dict(state)
+            self._round = newest
+
+    def _judge(self) -> bool:
+        """Compare a new base with the published one, if no worker has yet."""
+        from paceline.drafters.drift import judge
+        from paceline.drafters.trainer import evaluate, load_weights
+
+        published, drift = self._rounds.published(), self._training.drift
+        if self._round == published or self._rounds.verdict(self._round) is not None:
+            return False
+        documents = self._buffer.heldout(drift.heldout_tokens)
+        if 4 * sum(document.num_anchors for document in documents) < drift.heldout_tokens:
+            return False  # the next steps bring more
+        assert self._head_VD is not None
+        found = []
+        for number in (published, self._round):
+            try:
+                load_weights(self._judged, self._rounds.base(number))
+            except FileNotFoundError:  # as above
+                return False
+            found.append(evaluate(self._judged, documents, self._head_VD, draft_length=self._settings.max_draft_length))
+        before, after = found
+        verdict = judge(
+            before=before.accepted_length[-1],
+            after=after.accepted_length[-1],
+            num_tokens=after.num_tokens,
+            config=drift,
+        )
+        self._rounds.put_verdict(self._round, verdict)
+        return True
+
+    def _train(self) -> bool:
+        assert self._trainer is not None
+        documents = self._buffer.draw(self._training.tokens_per_step, self._rng)
+        if not documents:
+            return False
+        self._trainer.submit(documents)
+        self._trainer.run(lambda: False)
+        self._rounds.put_state(self._round, self._settings.name, self._trainer.state_dict(), self._trainer.fresh_tokens)
+        self._progress = replace(
+            self._progress,
+            num_tokens=self._progress.num_tokens + sum(len(document.token_ids) for document in documents),
+            num_skipped=self._before.num_skipped + self._trainer.num_skipped,
+            overlap=self._trainer.take_metrics()["draft/overlap"],
+        )
+        return True
+
+
+def _running_s() -> float:
+    """Time in which this thread was on a core or waited for one. No other clock leaves out the time in which it was
+    stopped."""
+    on_core_ns, waiting_ns, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+    return (int(on_core_ns) + int(waiting_ns)) / 1e9
+
+
+def main(settings: WorkerSettings) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # nobody reads what libraries print
+    os.setpriority(os.PRIO_PROCESS, 0, 19)  # it has no lease while it starts
+    if settings.cpus is not None:
+        os.sched_setaffinity(0, settings.cpus)
+    import torch
+
+    torch.set_num_threads(len(settings.cpus) if settings.cpus else 1)
+    worker = TrainingWorker(settings)
+    os.write(answers, b"ready\n")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        if not worker.work():
+            time.sleep(_EMPTY_WAIT_S)
+
+
+if __name__ == "__main__":
+    main(WorkerSettings.model_validate_json(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""A real small workload: a task with verifiable answers, and policies trained for it."""

@@ -1,0 +1,135 @@
+"""`paceline bench overhead`: what our layer costs, as tokens/s of our engine over those of bare `vllm.LLM`.
+
+Both engines are alive at once, have the same settings and get the same prompts with the same seeds, log-probabilities
+included. They take turns, and take turns at going first. Each is bound to one core, as in a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.config import EngineConfig
+from paceline.context import Context
+from paceline.lab.bench.workload import arena_requests
+from paceline.lab.engines.bare import BareEngine
+from paceline.measure import CpuTimes, Result, environment, middle
+from paceline.orchestrator.generate import generate_all
+from paceline.rollout.engine import VllmEngine
+from paceline.sessions.workloads import resolve_policy
+from paceline.types import RolloutRequest
+
+# vLLM's processes spin for a second after their last step; the engine that rests must not take cycles from the one that
+# is timed.
+_SETTLE_S = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """One arm's turn."""
+
+    num_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def run(
+    *,
+    context: Context,
+    model: str = "arena:small",
+    prompts: int = 16,
+    group_size: int = 8,
+    max_tokens: int = 256,
+    repetitions: int = 9,
+    seed: int = 0,
+) -> Result:
+    """Time both arms `repetitions` times, after one pass each that is not counted."""
+    path = resolve_policy(model, context)
+    config = EngineConfig(max_model_len=768, kv_cache_gb=0.5)
+    before = CpuTimes.now()
+    batches = _batches(
+        path, num=repetitions + 1, prompts=prompts, group_size=group_size, max_tokens=max_tokens, seed=seed
+    )
+    ours, bare = _measure(path, config, batches, seed, context)
+    ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, bare, strict=True)]
+    figures, spread = {}, {}
+    figures["ratio"], spread["ratio"] = middle(ratios)
+    figures["ours_tokens_per_s"], spread["ours_tokens_per_s"] = middle([turn.tokens_per_s for turn in ours])
+    figures["bare_tokens_per_s"], spread["bare_tokens_per_s"] = middle([turn.tokens_per_s for turn in bare])
+    return Result(
+        name="overhead",
+        figures=figures,
+        spread=spread,
+        goals={"ratio": (">=", 0.98)},
+        environment=environment(seeds=[seed], config={"model": model, "engine": config.model_dump(mode="json")}),
+        details={
+            "repetitions": repetitions,
+            "rollouts_per_repetition": prompts * group_size,
+            "max_tokens": max_tokens,
+            "ratios": ratios,
+            "ours_tokens": [turn.num_tokens for turn in ours],
+            "bare_tokens": [turn.num_tokens for turn in bare],
+            "steal_share": CpuTimes.now().steal_share_since(before),
+        },
+    )
+
+
+def _batches(
+    path: Path, *, num: int, prompts: int, group_size: int, max_tokens: int, seed: int
+) -> list[list[RolloutRequest]]:
+    """Make `num` batches of arena prompts; each request has its own seed, so both arms draw the same responses."""
+    unseeded = arena_requests(path, num_prompts=num * prompts, group_size=group_size, max_tokens=max_tokens, seed=seed)
+    requests = [replace(request, seed=seed + number) for number, request in enumerate(unseeded)]
+    size = prompts * group_size
+    return [requests[first : first + size] for first in range(0, num * size, size)]
+
+
+def _measure(
+    path: Path,
+    config: EngineConfig,
+    batches: Sequence[Sequence[RolloutRequest]],
+    seed: int,
+    context: Context,
+) -> tuple[list[_Pass], list[_Pass]]:
+    cpus = sorted(os.sched_getaffinity(0))[:1]
+    ours: list[_Pass] = []
+    bare: list[_Pass] = []
+    with asyncio.Runner() as runner:
+        reference = BareEngine(path, config, seed=seed, cpus=cpus)
+        engine = runner.run(VllmEngine.start("overhead", path, config, seed=seed, cpus=cpus))
+        try:
+            for number, batch in enumerate(batches):
+                for arm in ("ours", "bare") if number % 2 else ("bare", "ours"):
+                    time.sleep(_SETTLE_S)
+                    if arm == "ours":
+                        ours.append(runner.run(_our_pass(engine, batch)))
+                    else:
+                        bare.append(_bare_pass(reference, batch))
+                ratio = ours[-1].tokens_per_s / bare[-1].tokens_per_s
+                context.progress(
+                    f"pass {number} of {len(batches) - 1}: {ours[-1].tokens_per_s:.0f} tokens/s, "
+                    f"{ratio:.3f} of bare vLLM"
+                )
+        finally:
+            runner.run(engine.close())
+            reference.close()
+    return ours[1:], bare[1:]  # the first pass of each is the warm-up
+
+
+async def _our_pass(engine: VllmEngine, requests: Sequence[RolloutRequest]) -> _Pass:
+    began_s = time.perf_counter()
+    rollouts = await generate_all(engine, requests)
+    return _Pass(num_tokens=sum(len(rollout.token_ids) for rollout in rollouts), seconds=time.perf_counter() - began_s)
+
+
+def _bare_pass(reference: BareEngine, requests: Sequence[RolloutRequest]) -> _Pass:
+    began_s = time.perf_counter()
+    responses = reference.generate(requests)
+    return _Pass(num_tokens=sum(map(len, responses)), seconds=time.perf_counter() - began_s)

@@ -1,0 +1,151 @@
+"""The batch that the speculation benches share: arena prompts with long-tailed lengths, the same work for every arm.
+
+Sampled lengths differ from run to run, and the longest of 64 decides a makespan, so lengths are fixed once. The policy
+answers some prompts three times. Of the three sets of answers, the one whose longest answer is the middle one gives the
+lengths of the batch. Each length goes to a prompt with longer answers: 75 % of that prompt's shortest answer comes
+closest to the length. So hardly any arm has to continue after the end of a response, where the policy says nothing that
+it was trained to say. Long prompts are added to make room for the longest lengths. The share of tokens that come after
+an end all the same is reported (`past_end_share`). Requests have no seed of their own: vLLM then draws for all at once,
+which is faster in every arm.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
+from paceline.context import Context
+from paceline.lab.arena.task import problems
+from paceline.lab.engines.stepped import Order, SteppedBatch, SteppedEngine
+from paceline.rollout.arguments import end_tokens
+from paceline.selector.cost import Step
+from paceline.types import RolloutRequest
+
+ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compile=True, start_deadline_s=900)
+
+
+_CHOICE = 2000
+"""Prompts from which the longest are taken where long responses are wanted."""
+_OF_SHORTEST = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSet:
+    requests: list[RolloutRequest]
+    end_ids: frozenset[int]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [request.max_tokens for request in self.requests]
+
+    def past_end_share(self, batch: SteppedBatch) -> float:
+        """Share of tokens after the first end-of-sequence token of their response."""
+        past = 0
+        for tokens in batch.token_ids:
+            end = next((place for place, token in enumerate(tokens) if token in self.end_ids), len(tokens) - 1)
+            past += len(tokens) - 1 - end
+        return past / sum(map(len, batch.token_ids))
+
+
+@contextmanager
+def engines(
+    model_path: Path,
+    speculations: Sequence[SpeculationConfig | None],
+    *,
+    seed: int,
+    context: Context,
+    config: EngineConfig = ENGINE,
+) -> Iterator[list[SteppedEngine]]:
+    """Start one engine for each, all on all cores; they take turns.
+
+    They start one after another: compiling uses every core, and engines of one kind reuse what the first compiled.
+    """
+    with ExitStack() as stack:
+        started = []
+        for number, speculation in enumerate(speculations):
+            context.progress(f"starting engine {number + 1} of {len(speculations)}")
+            started.append(stack.enter_context(one_engine(model_path, speculation, seed=seed + number, config=config)))
+        yield started
+
+
+@contextmanager
+def one_engine(
+    model_path: Path, speculation: SpeculationConfig | None, *, seed: int, config: EngineConfig
+) -> Iterator[SteppedEngine]:
+    engine = SteppedEngine(model_path, config, seed=seed, cpus=sorted(os.sched_getaffinity(0)), speculation=speculation)
+    try:
+        engine.wait()
+        yield engine
+    finally:
+        engine.close()
+
+
+def rate(steps: Sequence[Step]) -> float:
+    """Tokens per second."""
+    return sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps)
+
+
+def arena_requests(
+    model_path: Path, *, num_prompts: int, group_size: int, max_tokens: int, seed: int
+) -> list[RolloutRequest]:
+    """Make groups of arena prompts, in order. They have no seeds: vLLM draws for all at once."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    return [
+        RolloutRequest(
+            group_id=group,
+            index=index,
+            prompt_ids=np.asarray(tokenizer.encode(problem.prompt), np.int32),
+            max_tokens=max_tokens,
+            temperature=1.0,
+        )
+        for group, problem in enumerate(islice(problems(seed), num_prompts))
+        for index in range(group_size)
+    ]
+
+
+def long_requests(model_path: Path, *, num_requests: int, max_tokens: int, seed: int) -> list[RolloutRequest]:
+    """The longest of many prompts, whose answers are long too; the longest last, none of the first `num_requests`."""
+    requests = arena_requests(
+        model_path, num_prompts=_CHOICE + num_requests, group_size=1, max_tokens=max_tokens, seed=seed
+    )
+    return sorted(requests[num_requests:], key=lambda request: len(request.prompt_ids))[-num_requests:]
+
+
+def long_tailed(
+    engine: SteppedEngine,
+    model_path: Path,
+    *,
+    num_requests: int,
+    selector: SelectorConfig,
+    max_tokens: int,
+    seed: int,
+    draws: int = 3,
+) -> RequestSet:
+    """Make the batch described above."""
+    usual = arena_requests(model_path, num_prompts=num_requests, group_size=1, max_tokens=max_tokens, seed=seed)
+    candidates = usual + long_requests(model_path, num_requests=num_requests, max_tokens=max_tokens, seed=seed)
+    order = Order(requests=candidates, selector=selector, name="lengths")
+    lengths = np.array([[len(tokens) for tokens in engine.run(order).token_ids] for _ in range(draws)])
+    usual_lengths = sorted(lengths[:, :num_requests].tolist(), key=max)
+    return RequestSet(give_lengths(candidates, lengths, usual_lengths[draws // 2]), frozenset(end_tokens(model_path)))
+
+
+def give_lengths(
+    candidates: Sequence[RolloutRequest], lengths: np.ndarray, wanted: Sequence[float]
+) -> list[RolloutRequest]:
+    """Choose a candidate for each wanted length, the longest first, because few come near it. `lengths`: [draw,
+    candidate]."""
+    unused = dict(enumerate((_OF_SHORTEST * lengths.min(axis=0)).astype(int).tolist()))
+    requests = []
+    for length in sorted(wanted, reverse=True):
+        number = min(unused, key=lambda number: abs(unused[number] - length))
+        requests.append(replace(candidates[number], max_tokens=max(unused.pop(number), 1)))
+    return requests

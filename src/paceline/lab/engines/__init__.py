@@ -1,0 +1,1 @@
+"""vLLM engines that benches drive by hand."""

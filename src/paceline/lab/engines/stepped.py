@@ -1,0 +1,254 @@
+"""vLLM's engine stepped by hand in its own process, with its scheduler within reach, for the speculation benches.
+
+    SteppedEngine.run(requests, selector) ──pipe──▶ child: vllm.LLM without EngineCore process ── worker
+
+Several such engines stand beside each other and take turns, batch by batch or (`lockstep`) slice by slice; between two
+batches another selector is put into the same scheduler, so that arms differ in nothing else. Offline only: no deadline,
+no streaming.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
+from paceline.rollout.arguments import end_tokens, engine_args, sampling_params, set_environment
+from paceline.selector.cost import Step
+from paceline.types import PacelineError, RolloutRequest
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+    from paceline.rollout.scheduler import AdaptiveScheduler
+    from paceline.selector.select import Selector
+
+
+_SLICE = 0.1
+"""Share of a batch's tokens that an engine generates before another has its turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteppedBatch:
+    """What one batch of requests did."""
+
+    seconds: float
+    finished_s: list[float]
+    """When each request finished, counted in seconds of this engine's steps, in the order of the requests."""
+    token_ids: list[list[int]]
+    step_s: list[tuple[int, float]]
+    """Requests in flight and seconds of every engine step, as this side of the engine sees them."""
+    steps: list[Step]
+    """What the scheduler saw of them, with the seconds of `step_s`; empty for an engine without speculation."""
+    figures: dict[str, float]
+    """What the selector believed in the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A batch to generate. `selector` is built on the first use of `name` and kept, with what it learns, for later
+    batches."""
+
+    requests: Sequence[RolloutRequest]
+    selector: SelectorConfig | None = None
+    """None for an engine without speculation."""
+    name: str = ""
+    to_the_end: bool = False
+    """Every request runs to its max_tokens, whatever it samples, so that all arms do the same work."""
+
+
+class SteppedEngine:
+    """One vLLM in a child process. Starting returns at once; the first call waits until the engine is ready."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: EngineConfig,
+        *,
+        seed: int,
+        cpus: Sequence[int] | None = None,
+        speculation: SpeculationConfig | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, model_path, config, seed, cpus, speculation), daemon=False
+        )
+        self._process.start()
+        theirs.close()
+
+    def wait(self) -> int:
+        """Until it can generate; the number of tokens that its KV cache holds."""
+        return self._answer()
+
+    def run(self, order: Order) -> SteppedBatch:
+        (batch,) = lockstep([(self, order)])
+        return batch
+
+    def begin(self, order: Order) -> None:
+        self._pipe.send(order)
+        self._answer()
+
+    def turn(self) -> float | SteppedBatch:
+        """One engine step; the share of the batch's tokens that are there, or the batch once it is done."""
+        self._pipe.send(True)
+        return self._answer()
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _answer(self) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            raise PacelineError("the engine's process ended; its last words are above") from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def lockstep(orders: Sequence[tuple[SteppedEngine, Order]]) -> list[SteppedBatch]:
+    """Batches on several engines at once. Always that engine runs whose batch has come least far, for a slice of its
+    batch: what slows the machine down for some seconds slows all arms, in the same part of their batch. Slices are of
+    many steps, because the first ones find the caches cold, as they never do in an engine that runs alone. Each counts
+    its own steps' seconds only."""
+    for engine, order in orders:
+        engine.begin(order)
+    done: dict[int, SteppedBatch] = {}
+    progress = dict.fromkeys(range(len(orders)), 0.0)
+    while progress:
+        number = min(progress, key=progress.__getitem__)
+        until = progress[number] + _SLICE
+        while number in progress and progress[number] < until:
+            answer = orders[number][0].turn()
+            if isinstance(answer, SteppedBatch):
+                done[number] = answer
+                del progress[number]
+            else:
+                progress[number] = answer
+    return [done[number] for number in range(len(orders))]
+
+
+def _serve(
+    pipe: Connection,
+    model_path: Path,
+    config: EngineConfig,
+    seed: int,
+    cpus: Sequence[int] | None,
+    speculation: SpeculationConfig | None,
+) -> None:
+    set_environment(config, cpus, core_in_process=True)
+    from vllm import LLM, EngineArgs
+
+    settings = engine_args(model_path, config, seed, speculation)
+    settings.worker_extension_cls = ""
+    settings.weight_transfer_config = None
+    llm = LLM(**{field.name: getattr(settings, field.name) for field in fields(EngineArgs)})
+    cache = llm.llm_engine.vllm_config.cache_config
+    assert cache.num_gpu_blocks is not None
+    pipe.send(cache.num_gpu_blocks * cache.block_size)
+    selectors: dict[str, Selector] = {}
+    stop_token_ids = end_tokens(model_path)
+    while (order := pipe.recv()) is not None:
+        try:
+            pipe.send(_run(llm, order, selectors, stop_token_ids, pipe))
+        except Exception as error:  # noqa: BLE001  it is the caller's to handle
+            pipe.send(PacelineError(f"engine: {error!r}"))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _run(
+    llm: LLM, order: Order, selectors: dict[str, Selector], stop_token_ids: Sequence[int], pipe: Connection
+) -> SteppedBatch:
+    from vllm.inputs.engine import tokens_input
+
+    recording = _install(_scheduler(llm), order, selectors) if order.selector is not None else None
+    engine = llm.llm_engine
+    for number, request in enumerate(order.requests):
+        params = sampling_params(request, [] if order.to_the_end else stop_token_ids)
+        params.ignore_eos = order.to_the_end
+        engine.add_request(str(number), tokens_input(request.prompt_ids.tolist()), params)
+    finished_s = [0.0] * len(order.requests)
+    token_ids: list[list[int]] = [[] for _ in order.requests]
+    step_s: list[tuple[int, float]] = []
+    passed_s = 0.0
+    most_tokens, num_tokens = sum(request.max_tokens for request in order.requests), 0
+    while in_flight := engine.get_num_unfinished_requests():
+        pipe.send((num_tokens + sum(request.num_output_tokens for request in _scheduler(llm).running)) / most_tokens)
+        pipe.recv()
+        before_s = time.perf_counter()
+        outputs = engine.step()
+        seconds = time.perf_counter() - before_s
+        step_s.append((in_flight, seconds))
+        passed_s += seconds
+        if recording is not None:
+            recording.take(seconds)
+        for output in cast("list[RequestOutput]", outputs):
+            number = int(output.request_id)
+            finished_s[number] = passed_s
+            token_ids[number] = list(output.outputs[0].token_ids)
+            num_tokens += len(token_ids[number])
+    return SteppedBatch(
+        seconds=max(finished_s),
+        step_s=step_s,
+        finished_s=finished_s,
+        token_ids=token_ids,
+        steps=recording.steps if recording is not None else [],
+        figures=dict(recording.inner.figures()) if recording is not None else {},
+    )
+
+
+def _scheduler(llm: LLM) -> AdaptiveScheduler:
+    return llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+
+
+class _Recording:
+    """A selector that keeps the steps which it is shown. Its own clock stops before the engine hands out what was
+    generated; a comparison with an engine that has no selector needs the clock that both have."""
+
+    def __init__(self, inner: Selector) -> None:
+        self.inner = inner
+        self.steps: list[Step] = []
+        self._last: Step | None = None
+
+    def choose(self, num_requests: int, context_tokens: int) -> int:
+        return self.inner.choose(num_requests, context_tokens)
+
+    def observe(self, step: Step) -> None:
+        self._last = step
+        self.inner.observe(step)
+
+    def take(self, seconds: float) -> None:
+        """Keep the step that has just been shown, if there was one."""
+        if self._last is not None:
+            self.steps.append(replace(self._last, seconds=seconds))
+            self._last = None
+
+    def expected_rate(self) -> float | None:
+        return self.inner.expected_rate()
+
+    def figures(self) -> dict[str, float]:
+        return dict(self.inner.figures())
+
+
+def _install(scheduler: AdaptiveScheduler, order: Order, selectors: dict[str, Selector]) -> _Recording:
+    from paceline.selector.select import build_selector
+
+    assert order.selector is not None
+    if order.name not in selectors:
+        selectors[order.name] = build_selector(
+            order.selector, max_draft_length=scheduler.num_spec_tokens, max_num_requests=scheduler.max_num_running_reqs
+        )
+    recording = _Recording(selectors[order.name])
+    scheduler.selector = recording
+    return recording

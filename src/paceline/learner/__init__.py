@@ -1,0 +1,1 @@
+"""The FSDP2 learner: objective, correction of the mismatch, guard, hidden states and checkpoints."""

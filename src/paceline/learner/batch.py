@@ -1,0 +1,113 @@
+"""Packs samples into forward passes: which samples each rank scores together, and their padded tensors.
+
+Rollouts are padded on the right, and no attention mask is made: under causal attention no token sees the padding after
+it, and without a mask attention takes its fast causal path.
+
+Dimension suffixes: B rollouts, S padded tokens (prompt and response), T padded response tokens, N response tokens
+without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.types import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PaddedBatch:
+    """One forward pass: some samples, padded."""
+
+    indices: tuple[int, ...]
+    """Indices into the caller's samples; empty for the pass of a rank that has run out of them."""
+    input_ids_BS: torch.Tensor
+    position_N: torch.Tensor
+    """Index into the flattened [B, S] of the token before each response token: where its logits are."""
+    target_N: torch.Tensor
+    mask_BT: torch.Tensor
+    old_logp_BT: torch.Tensor
+    """Denominator of the ratio: the learner's own log-probabilities of corrected samples, the engine's of others."""
+    weight_BT: torch.Tensor
+    advantage_B: torch.Tensor
+
+
+def plan_passes(lengths: Sequence[int], *, budget: int, world_size: int) -> list[list[tuple[int, ...]]]:
+    """Indices of the samples of each pass of each rank; every rank has the same number of passes, some perhaps empty.
+
+    Samples are dealt out by falling length, so that ranks carry equal loads and pass n has about the same shape on all
+    of them, and so that a pass too large for the memory fails at once. A pass holds at most `budget` padded tokens, but
+    at least one sample.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    plan: list[list[tuple[int, ...]]] = []
+    for rank in range(world_size):
+        passes: list[tuple[int, ...]] = []
+        share = order[rank::world_size]
+        while share:
+            rows = max(1, budget // lengths[share[0]])
+            passes.append(tuple(share[:rows]))
+            share = share[rows:]
+        plan.append(passes)
+    num_passes = max(len(passes) for passes in plan)
+    return [passes + [()] * (num_passes - len(passes)) for passes in plan]
+
+
+def draw(costs: Sequence[float], budget: float, rng: np.random.Generator, *, fewest: int = 0) -> list[int]:
+    """Draw random samples that fit into the budget, and at least `fewest`.
+
+    The draw stops at the first sample that does not fit: taking a smaller one instead would leave out the long
+    responses.
+    """
+    order = rng.permutation(len(costs))
+    num_fitting = int(np.searchsorted(np.cumsum(np.asarray(costs, np.float64)[order]), budget, side="right"))
+    return order[: max(fewest, num_fitting)].tolist()
+
+
+def make_batch(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.device) -> PaddedBatch:
+    """Pad the samples of one pass; an empty pass is one masked token, which costs nothing and has zero gradients."""
+    if not indices:
+        zero = torch.zeros(1, dtype=torch.long, device=device)
+        return PaddedBatch(
+            indices=(),
+            input_ids_BS=zero[None],
+            position_N=zero,
+            target_N=zero,
+            mask_BT=torch.zeros(1, 1, dtype=torch.bool, device=device),
+            old_logp_BT=torch.zeros(1, 1, device=device),
+            weight_BT=torch.ones(1, 1, device=device),
+            advantage_B=torch.zeros(1, device=device),
+        )
+    chosen = [samples[i] for i in indices]
+    num_columns = max(len(sample.token_ids) for sample in chosen)
+    num_responses = max(1, *(sample.num_response_tokens for sample in chosen))
+    input_ids_BS = np.zeros((len(chosen), num_columns), np.int64)
+    mask_BT = np.zeros((len(chosen), num_responses), np.bool_)
+    old_logp_BT = np.zeros((len(chosen), num_responses), np.float32)
+    weight_BT = np.ones((len(chosen), num_responses), np.float32)
+    positions: list[np.ndarray] = []
+    for row, sample in enumerate(chosen):
+        input_ids_BS[row, : len(sample.token_ids)] = sample.token_ids
+        mask_BT[row, : sample.num_response_tokens] = True
+        old_logp_BT[row, : sample.num_response_tokens] = sample.logp if sample.old_logp is None else sample.old_logp
+        if sample.weight is not None:
+            weight_BT[row, : sample.num_response_tokens] = sample.weight
+        positions.append(row * num_columns + np.arange(sample.num_prompt_tokens - 1, len(sample.token_ids) - 1))
+    targets = [sample.token_ids[sample.num_prompt_tokens :] for sample in chosen]
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return PaddedBatch(
+        indices=indices,
+        input_ids_BS=tensor(input_ids_BS),
+        position_N=tensor(np.concatenate(positions)),
+        target_N=tensor(np.concatenate(targets).astype(np.int64)),
+        mask_BT=tensor(mask_BT),
+        old_logp_BT=tensor(old_logp_BT),
+        weight_BT=tensor(weight_BT),
+        advantage_B=tensor(np.array([sample.advantage for sample in chosen], np.float32)),
+    )

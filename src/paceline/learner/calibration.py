@@ -1,0 +1,115 @@
+"""Calibrates the scales of an FP8 KV cache from how large queries, keys and values get.
+
+The policy runs over a share of the batch with transformers' attention wrapped by a function that reads its arguments.
+There they are after norm and rotary embedding, as they go into an engine's cache, whatever the architecture. Only the
+largest magnitude of each token, and sums, are kept.
+
+Dimension suffixes: B rollouts, H heads, S padded tokens, D size of a head, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from paceline.config import CalibrationConfig
+from paceline.fp8 import E4M3_MAX, E4M3_SMALLEST_NORMAL, KvScales, kv_scale, percentile
+from paceline.learner.batch import draw
+
+_PARTS = ("q", "k", "v")
+_LISTENING = "paceline_listening"
+_FEWEST_TOKENS = 256
+
+
+class Calibration:
+    """Observations of one rank. `in_use` are the scales of the engines so far, to count what they would cut off."""
+
+    def __init__(self, num_layers: int, config: CalibrationConfig, in_use: KvScales | None) -> None:
+        self._config = config
+        self._in_use = in_use
+        self._amax: list[list[list[torch.Tensor]]] = [[[] for _ in range(num_layers)] for _ in _PARTS]
+        self.saturated_L = torch.zeros(num_layers, dtype=torch.float64)
+        self.count_L = torch.zeros(num_layers, dtype=torch.float64)
+        self.underflow_L = torch.zeros(num_layers, dtype=torch.float64)
+        """Count of keys and values too small for three bits of mantissa under a scale that fits the largest."""
+
+    @contextmanager
+    def listen(self, policy: PreTrainedModel, valid_BS: torch.Tensor) -> Iterator[None]:
+        """Observe a forward pass; padding does not count."""
+
+        def attend(
+            module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            layer = module.layer_idx
+            assert isinstance(layer, int)
+            self._look(layer, [part_BHSD.transpose(1, 2)[valid_BS] for part_BHSD in (query, key, value)])
+            return sdpa_attention_forward(module, query, key, value, *args, **kwargs)  # as transformers calls it
+
+        AttentionInterface.register(_LISTENING, attend)
+        AttentionMaskInterface.register(_LISTENING, sdpa_mask)
+        before = policy.config._attn_implementation
+        assert before is not None, "policies are loaded with one"
+        policy.set_attn_implementation(_LISTENING)
+        try:
+            yield
+        finally:
+            policy.set_attn_implementation(before)
+
+    def _look(self, layer: int, parts: list[torch.Tensor]) -> None:
+        """`parts`: queries, keys and values of one layer, [tokens, heads, size] each."""
+        for number, part in enumerate(parts):
+            self._amax[number][layer].append(part.abs().amax(dim=(1, 2)).float().cpu())
+        for part, name in ((parts[1], "k"), (parts[2], "v")):
+            if not part.numel():
+                continue
+            size = part.abs()
+            self.count_L[layer] += size.numel()
+            fitting = kv_scale(float(size.max()), self._config.margin)
+            self.underflow_L[layer] += float((size < E4M3_SMALLEST_NORMAL * fitting).sum())
+            if self._in_use is not None:
+                self.saturated_L[layer] += float((size > E4M3_MAX * getattr(self._in_use, name)[layer]).sum())
+
+    def amax(self) -> torch.Tensor:
+        """[3, layers]: the configured percentile over tokens; zero where this rank saw none."""
+        return torch.tensor([[self._percentile(seen) for seen in layers] for layers in self._amax])
+
+    def _percentile(self, seen: list[torch.Tensor]) -> float:
+        amax_T = torch.cat(seen) if seen else torch.empty(0)
+        return percentile(amax_T, self._config.percentile) if len(amax_T) else 0.0
+
+
+def scales_of(amax_3L: torch.Tensor, margin: float, version: int) -> KvScales:
+    q, k, v = (tuple(kv_scale(amax, margin) for amax in row) for row in amax_3L.tolist())
+    return KvScales(version=version, q=q, k=k, v=v)
+
+
+def calibration_metrics(scales: KvScales, sums_3L: torch.Tensor, *, known: bool) -> dict[str, float]:
+    """`sums_3L`: saturated, underflown and all, over all ranks; `known` if there were scales before these."""
+    saturated_L, underflow_L, count_L = sums_3L.cpu()
+    metrics = {"precision/underflow_share": float(underflow_L.sum() / count_L.sum().clamp(1))}
+    if known:
+        metrics["precision/saturated_share"] = float(saturated_L.sum() / count_L.sum().clamp(1))
+    for layer, (k, v) in enumerate(zip(scales.k, scales.v, strict=True)):
+        metrics |= {f"kv/scale_k/{layer}": k, f"kv/scale_v/{layer}": v}
+        if known:
+            metrics[f"kv/saturation/{layer}"] = float(saturated_L[layer] / count_L[layer].clamp(1))
+    return metrics
+
+
+def choose(lengths: Sequence[int], config: CalibrationConfig, rng: np.random.Generator) -> list[int]:
+    """Random samples that have about the configured share of all tokens, and not too few to say anything."""
+    budget = min(max(config.share * sum(lengths), _FEWEST_TOKENS), config.max_tokens)
+    return draw(lengths, budget, rng, fewest=1)
+
+
+def has_qk_norm(layer: nn.Module) -> bool:
+    """Whether keys are normed before they are cached, which bounds them."""
+    return any(name.endswith(("k_norm", "k_layernorm", "qk_norm")) for name, _ in layer.named_modules())

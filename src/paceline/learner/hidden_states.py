@@ -1,0 +1,115 @@
+"""Hidden states of the policy for drafter training: by-products of the pass that scores rollouts, and the share that is
+kept.
+
+    samples ──▶ choose: a share of them, within a byte budget ──▶ HiddenStateTap.score: one pass ──▶ log-probabilities
+                                                                                                └──▶ documents
+                                                                  drafters/buffer.py ◀── HiddenStateWriter ──┘
+
+The policy update needs that pass in any case. The hidden states are detached copies in host memory: no gradient and no
+write of drafter training can reach the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paceline.config import BufferConfig
+from paceline.drafters.buffer import Buffer, document_bytes
+from paceline.drafters.packing import Document
+from paceline.learner.batch import draw
+from paceline.learner.fsdp import FsdpLearner
+from paceline.learner.scoring import LogpResult
+from paceline.types import Floats, Sample
+
+
+class HiddenStateTap:
+    """One rank of the learner with the drafter's taps in it. `score` is collective, as `FsdpLearner.logp` is."""
+
+    def __init__(self, learner: FsdpLearner, taps: Sequence[int]) -> None:
+        self._learner = learner
+        self._taps = tuple(taps)
+
+    def score(self, samples: Sequence[Sample], chosen: Collection[int]) -> tuple[LogpResult, list[Document]]:
+        """Score all samples, and make documents of those chosen samples that this rank computed."""
+        result = self._learner.logp(samples, taps=self._taps, tapped=chosen)
+        documents = [
+            Document(
+                token_ids=samples[i].token_ids,
+                num_prompt_tokens=samples[i].num_prompt_tokens,
+                taps=result.states[i].taps,
+                last=result.states[i].last,
+            )
+            for i in sorted(result.states)
+        ]
+        return result, documents
+
+    def all_documents(self, samples: Sequence[Sample]) -> list[Document]:
+        """Make documents of all samples, in their order, where there is one rank."""
+        return self.score(samples, range(len(samples)))[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenStateWriterSettings:
+    directory: Path
+    """Directory of the buffer."""
+    taps: tuple[int, ...]
+    buffer: BufferConfig
+
+
+class HiddenStateWriter:
+    """Scores rollouts on one rank and writes a share of them, with hidden states, into the drafter's buffer."""
+
+    def __init__(self, learner: FsdpLearner, settings: HiddenStateWriterSettings, *, rank: int, seed: int) -> None:
+        self._tap = HiddenStateTap(learner, settings.taps)
+        self._learner = learner
+        self._settings = settings
+        self._buffer = Buffer(settings.directory, settings.buffer, writer=f"rank{rank}")
+        self._rank, self._seed = rank, seed
+        self._version = 0
+        self.num_failures = 0
+        """Steps whose hidden states could not be written."""
+
+    def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        """Score all samples and write some of them. A failed write costs the drafter training data, not the run."""
+        self._version += 1
+        config, taps = self._settings.buffer, self._settings.taps
+        chosen = choose(
+            samples,
+            num_taps=len(taps),
+            hidden_size=self._learner.hidden_size,
+            share=config.step_share,
+            budget_bytes=config.step_mb * 2**20,
+            seed=(self._seed, self._version),
+        )
+        result, documents = self._tap.score(samples, chosen)
+        _, head_VD = self._learner.embedding_and_head()
+        try:
+            self._buffer.put(documents, self._version)
+            if self._rank == 0:
+                self._buffer.put_head(head_VD.numpy(), self._version)
+        except OSError:
+            self.num_failures += 1
+        return result.logp
+
+    def counters(self) -> dict[str, float]:
+        """Failures since the start, by metric key."""
+        return {"draft/hand_over_failures": float(self.num_failures)}
+
+
+def choose(
+    samples: Sequence[Sample],
+    *,
+    num_taps: int,
+    hidden_size: int,
+    share: float,
+    budget_bytes: float,
+    seed: Sequence[int],
+) -> list[int]:
+    """Choose the samples to write, the same on every rank."""
+    sizes = [document_bytes(len(sample.token_ids), num_taps, hidden_size) for sample in samples]
+    fitting = draw(sizes, budget_bytes, np.random.default_rng(list(seed)))
+    return sorted(fitting[: round(share * len(samples))])

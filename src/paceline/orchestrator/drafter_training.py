@@ -1,0 +1,294 @@
+"""Online drafter training: leases idle engines' devices, closes rounds, publishes what is better.
+
+    loop ── open_phase … close_phase ──▶ Slots (slots.py) ──▶ engines sleep and wake, trainers take turns with them
+     │                                                             │
+     │                                     DrafterStore ◀── states, verdicts ──┘
+     │                                          │
+     └─── publish, after the policy's sync ◀────┘     drift.py decides when, and notices a drafter that was lost
+
+Engines wait for nothing here but a recall. Judging and training are done on leased time; closing a round is a rename
+where one trainer has worked, and a mean of files where several have. Whatever fails on this side is an event in the
+metrics and costs the drafter's progress: the fleet goes on with the drafter that it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.config import DrafterTrainingConfig
+from paceline.drafters.drift import DriftMonitor, LostDrafter, Remedy, Verdict
+from paceline.drafters.provenance import Provenance
+from paceline.orchestrator.journal import Journal
+from paceline.orchestrator.leases import Account
+from paceline.orchestrator.members import Members
+from paceline.orchestrator.slots import Slots, Trainer
+from paceline.types import Group, Receipt
+
+_ACCOUNTED = ("leasable_s", "leased_s", "training_s", "num_leases", "num_recalls", "num_kills", "num_crashes")
+
+
+class DrafterStore(Protocol):
+    """Training data and rounds of the drafter, which the run shares with its trainers."""
+
+    def has_documents(self) -> bool:
+        """Whether there is anything to train on."""
+        ...
+
+    def round(self) -> int:
+        """Number of the newest base; 0 is the drafter that the run began with."""
+        ...
+
+    def published(self) -> int:
+        """Number of the base that the engines have."""
+        ...
+
+    def fresh_tokens(self) -> int:
+        """Tokens trained on in the present round, by all trainers together."""
+        ...
+
+    def close_round(self) -> None:
+        """Average what the trainers have made of the newest base into the next."""
+        ...
+
+    def verdict(self, number: int) -> Verdict | None:
+        """What a trainer found about a base; None before it has."""
+        ...
+
+    def publish(self, number: int) -> None:
+        """Note that the engines have this base."""
+        ...
+
+    def revert(self) -> int:
+        """Go on from the published base, under a new number, which counts as published; returns that number."""
+        ...
+
+    def forget(self) -> None:
+        """Remove what is older than the newest base, except the published one."""
+        ...
+
+    def training_s(self) -> float:
+        """Seconds that all trainers have spent since the run began."""
+        ...
+
+    def tokens_trained(self) -> int:
+        """Tokens that all trainers have trained on since the run began."""
+        ...
+
+    def keep_in(self, file: Path) -> None:
+        """From now on `keep` copies to this file."""
+        ...
+
+    def keep(self, number: int) -> None:
+        """Copy a base to where it survives a crash of the run, if there is such a place."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]: ...
+
+    def close(self) -> None: ...
+
+    def save(self, directory: Path, provenance: Provenance | None) -> None:
+        """Write the published drafter as a checkpoint, with what is known about it."""
+        ...
+
+
+class DrafterSender(Protocol):
+    async def send_drafter(self, number: int) -> Sequence[Receipt]:
+        """Push this base of the store to every engine."""
+        ...
+
+    async def stop_speculation(self) -> None:
+        """No engine drafts any more."""
+        ...
+
+
+class OnlineDrafterTraining:
+    """OnlineDrafter for one run: trains on idle engines' devices, or inline after every update."""
+
+    def __init__(
+        self,
+        members: Members,
+        trainers: Sequence[Trainer],
+        sender: DrafterSender,
+        store: DrafterStore,
+        config: DrafterTrainingConfig,
+        *,
+        apart: Collection[str] = (),
+    ) -> None:
+        """`trainers` stand beside the members, in their order. The engines named in `apart` share no core or GPU with
+        the learner: their slots may be leased while it works."""
+        self._members = members
+        self._sender = sender
+        self._store = store
+        self._config = config
+        self._apart = frozenset(apart)
+        self._slots = Slots(members, trainers, config.lease)
+        self._drift = DriftMonitor(config.drift)
+        self._lost = LostDrafter()
+        self._judged = 0
+        """Round whose verdict was carried out."""
+        self._off = False
+        """Speculation was stopped for good."""
+        self._last = Account()
+        self._update_cost_s = 0.0
+
+    @asynccontextmanager
+    async def running(self, journal: Journal) -> AsyncIterator[None]:
+        self._journal = journal
+        try:
+            async with self._slots.running(journal):
+                yield
+        finally:
+            self._store.close()
+
+    def on_work(self, engine: str) -> None:
+        self._slots.on_work(engine)
+
+    def on_drained(self, engine: str) -> None:
+        self._slots.on_drained(engine)
+
+    async def awake(self, engine: str) -> None:
+        await self._slots.awake(engine)
+
+    async def leased(self, engine: str) -> None:
+        """Wait until the engine's trainer has its device."""
+        await self._slots.leased(engine)
+
+    def open_phase(self) -> None:
+        if self._config.mode == "idle":
+            self._slots.open(training_wanted=self._wanted())
+
+    async def end_generation(self) -> None:
+        """Give back what the learner needs; slots of engines that stand apart from it may be leased on."""
+        await self._slots.recall([engine for engine in self._slots.names if engine not in self._apart])
+
+    async def close_phase(self) -> None:
+        """Wake every engine, then close the round if enough was trained in it."""
+        await self._slots.recall(self._slots.names)
+        store = self._store
+        if store.fresh_tokens() >= self._config.round_tokens and store.round() in (self._judged, store.published()):
+            store.close_round()
+            store.forget()
+            self._slots.forgive_crashes()
+
+    async def train_inline(self) -> None:
+        """In mode `inline`, lease every slot for as long as the config says."""
+        with self._journal.stage("draft"):
+            if self._config.mode != "inline" or not self._wanted():
+                return
+            began_s = _now_s()
+            self._slots.open(training_wanted=True)
+            await asyncio.sleep(self._config.inline_s)
+            await self.close_phase()
+            self._update_cost_s += _now_s() - began_s
+
+    async def publish(self, *, restarted: bool) -> None:
+        """Send out a drafter that was found better. Restarted engines have the first one again and need the last."""
+        self._lost.synced()
+        if restarted and self._store.published() and not self._off:
+            await self._send(self._store.published(), None)
+        number = self._store.round()
+        verdict = self._store.verdict(number)
+        if self._off or verdict is None or number == self._judged:
+            return
+        self._judged = number
+        began_s = _now_s()
+        sent = verdict.publish and await self._send(number, verdict.after)
+        self._update_cost_s += _now_s() - began_s
+        fields = self._update_fields(number, verdict)
+        if sent:
+            self._store.keep(number)
+            self._journal.event("drafter_published", **fields, publish_s=round(_now_s() - began_s, 4))
+        else:
+            self._journal.event("drafter_refused", **fields, why=verdict.why)
+            if not verdict.after >= verdict.before:  # worse, or not a number: discard what was learnt
+                self._judged = self._store.revert()
+        self._drift.note_update(verdict if sent else replace(verdict, publish=False), self._update_cost_s)
+        self._update_cost_s = 0.0
+        self._store.forget()
+
+    async def observe(self, groups: Sequence[Group], generation_s: float) -> None:
+        """Follow the accepted length, and act on a drafter of which nothing is accepted."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        verifications = sum(rollout.num_verifications for rollout in rollouts)
+        accepted = sum(rollout.num_accepted for rollout in rollouts)
+        if self._off or not verifications:
+            return
+        self._drift.observe(1 + accepted / verifications, generation_s)
+        remedy = self._lost.observe(num_verifications=verifications, num_accepted=accepted)
+        if remedy is not Remedy.NONE:
+            self._journal.event("drafter_lost", remedy=remedy.value)
+        if remedy is Remedy.PUSH_AGAIN:
+            await self._send(self._store.published(), None)
+        elif remedy is Remedy.SPECULATION_OFF:
+            self._off = True
+            await self._sender.stop_speculation()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the step since the last call; writes the step's use of slots."""
+        account, last = self._account(), self._last
+        step = {name: float(getattr(account, name) - getattr(last, name)) for name in _ACCOUNTED}
+        recalls = account.recall_s[len(last.recall_s) :]
+        self._last = replace(account, recall_s=list(account.recall_s))
+        self._journal.places(self._slots.take_spans())
+        return {
+            **self._drift.decide().metrics(),
+            **{f"draft/{name}": value for name, value in step.items()},
+            "draft/idle_used": step["training_s"] / step["leasable_s"] if step["leasable_s"] > 0 else 0.0,
+            "draft/recall_max_ms": 1000 * max(recalls, default=0.0),
+            "draft/tokens_trained": float(self._store.tokens_trained()),
+            "draft/round": float(self._store.round()),
+            "draft/published_round": float(self._store.published()),
+            **self._store.metrics(),
+        }
+
+    def keep_in(self, file: Path) -> None:
+        self._store.keep_in(file)
+
+    def save(self, directory: Path, provenance: Provenance | None = None) -> None:
+        self._store.save(directory, provenance)
+
+    def _account(self) -> Account:
+        """Where idle time went since the run began."""
+        self._slots.account.training_s = self._store.training_s()
+        return self._slots.account
+
+    def _wanted(self) -> bool:
+        """Whether there is anything to train on, and a reason to."""
+        worth_it = self._config.when == "always" or self._drift.decide().train
+        return self._store.has_documents() and not self._off and worth_it
+
+    def _update_fields(self, number: int, verdict: Verdict) -> dict[str, Any]:
+        return {
+            "round": number,
+            "accepted_length_before": round(verdict.before, 4),
+            "accepted_length_after": round(verdict.after, 4),
+            "tokens_trained": self._store.tokens_trained(),
+            "training_s": round(self._store.training_s(), 3),
+            "gain_s": round(self._drift.worth_s(max(0.0, verdict.gain)), 4),
+            "expected_gain_s": round(self._drift.decide().expected_gain_s, 4),
+        }
+
+    async def _send(self, number: int, promised: float | None) -> bool:
+        """Push a base to every engine, and once more if one refuses it; whether all have it."""
+        for _ in range(2):
+            receipts = await self._sender.send_drafter(number)
+            failed = [receipt for receipt in receipts if not receipt.ok]
+            for receipt in failed:
+                why = receipt.error or "fingerprints differ"
+                self._journal.event("drafter_push_failed", engine=receipt.engine, round=number, why=why)
+                if receipt.lost:
+                    self._members.lose(receipt.engine, receipt.error or "lost during a push of the drafter")
+            if all(receipt.lost for receipt in failed):
+                self._store.publish(number)
+                self._lost.synced(promised)
+                return True
+        return False
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,255 @@
+"""All engines as one: prompts in, groups out, nothing lost when an engine dies.
+
+    open(prompts) ──▶ ledger ──assign──▶ outbox ──submit──▶ engine
+         ▲              │  ▲                                  │
+       batch ◀──group───┘  └──────complete──── collect ◀──────┘      (two tasks per engine: _submit and _collect)
+
+A rollout goes to the engine with the fewest rollouts, and only while that engine has room; the rest wait here,
+longest expected first, so that an engine that finishes early takes work that nobody else has started. Dispatch costs
+O(log engines).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.orchestrator.ledger import Ledger
+from paceline.orchestrator.members import Members
+from paceline.types import Engine, EngineLostError, Group, PacelineError, Prompt, Rollout, RolloutRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the rollouts of a batch are drawn."""
+
+    group_size: int
+    temperature: float
+    max_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Groups that were opened together, in the order of their prompts."""
+
+    total: int
+    group_ids: tuple[int, ...]
+    groups: dict[int, Group] = field(default_factory=dict)
+    done: int = 0
+    num_tokens: int = 0
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: BaseException | None = None
+
+    async def wait(self) -> list[Group]:
+        await self.finished.wait()
+        if self.failure is not None:
+            raise self.failure
+        return [self.groups[group_id] for group_id in self.group_ids]
+
+
+class Lessor(Protocol):
+    """Leases idle engines' devices to others, and has to have them back before rollouts can start."""
+
+    def on_work(self, engine: str) -> None:
+        """The engine was idle and has rollouts now."""
+        ...
+
+    def on_drained(self, engine: str) -> None:
+        """The engine has finished all its rollouts, and none wait."""
+        ...
+
+    async def awake(self, engine: str) -> None:
+        """Wait until the engine can take rollouts."""
+        ...
+
+
+@dataclass(slots=True)
+class _Mailbox:
+    """What one engine has been given, and the two tasks that talk to it."""
+
+    engine: Engine
+    incarnation: int
+    outbox: list[RolloutRequest] = field(default_factory=list)
+    mail: asyncio.Event = field(default_factory=asyncio.Event)
+    work: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class Fleet:
+    """Use as an async context manager: the tasks that talk to the engines live inside it."""
+
+    def __init__(
+        self,
+        members: Members,
+        lessor: Lessor,
+        *,
+        max_in_flight: int,
+        on_lost: Callable[[str, str, int], None],
+        on_progress: Callable[[Batch], None] = lambda batch: None,
+    ) -> None:
+        """`max_in_flight` bounds the rollouts of one engine; `on_lost` gets engine, reason and rollouts given back."""
+        self.ledger = Ledger()
+        self.members = members
+        self._mailboxes = {e.name: _Mailbox(e, members.incarnation(e.name)) for e in members.engines}
+        self._lessor = lessor
+        self._max_in_flight = max_in_flight
+        self._on_lost = on_lost
+        self._on_progress = on_progress
+        members.on_lost(self._redispatch)
+        self._loads: list[tuple[int, int, str]] = []
+        self._ties = 0
+        self._closing: set[asyncio.Task[None]] = set()
+        self._batches: dict[int, Batch] = {}
+        self._batch_of: dict[int, int] = {}
+        self._next_batch = 0
+        self._next_group = 0
+        self._mean_length: dict[str, float] = {}
+        self._typical_length = 0.0
+
+    @property
+    def engines(self) -> list[Engine]:
+        return self.members.engines
+
+    async def __aenter__(self) -> Fleet:
+        for mailbox in self._mailboxes.values():
+            mailbox.tasks = [asyncio.create_task(self._guard(work(mailbox))) for work in (self._submit, self._collect)]
+            self._note_load(mailbox.engine.name)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [task for mailbox in self._mailboxes.values() for task in mailbox.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
+
+    def open(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
+        """Start sampling a batch; older batches go first."""
+        batch_id, self._next_batch = self._next_batch, self._next_batch + 1
+        first, self._next_group = self._next_group, self._next_group + len(prompts)
+        batch = Batch(total=len(prompts) * sampling.group_size, group_ids=tuple(range(first, self._next_group)))
+        self._batches[batch_id] = batch
+        for group_id, prompt in zip(batch.group_ids, prompts, strict=True):
+            self._batch_of[group_id] = batch_id
+            requests = [
+                RolloutRequest(
+                    group_id=group_id,
+                    index=index,
+                    prompt_ids=prompt.token_ids,
+                    max_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                )
+                for index in range(sampling.group_size)
+            ]
+            expected = self._mean_length.get(prompt.id, self._typical_length)
+            self.ledger.open(batch=batch_id, prompt=prompt, requests=requests, expected_length=expected)
+        if not self._mailboxes:
+            self._fail(PacelineError("every engine is lost"))
+        self._dispatch()
+        return batch
+
+    def _redispatch(self, engine: str, why: str) -> None:
+        """An engine was lost: give its rollouts to the others."""
+        mailbox = self._mailboxes.pop(engine)
+        for task in mailbox.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        # A frozen engine still holds memory and cores.
+        self._closing.add(closing := asyncio.create_task(mailbox.engine.close()))
+        closing.add_done_callback(self._closing.discard)
+        try:
+            self._on_lost(engine, why, self.ledger.lose(engine))
+            if not self._mailboxes:
+                raise PacelineError(f"every engine is lost; the last was {engine}: {why}")
+        except PacelineError as failure:
+            self._fail(failure)
+            return
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        while self.ledger.num_pending and self._loads:
+            load, _, name = heapq.heappop(self._loads)
+            mailbox = self._mailboxes.get(name)
+            if mailbox is None or load != self.ledger.load(name):
+                continue  # an entry of the past; the present one is in the heap as well
+            if load >= self._max_in_flight:
+                self._note_load(name)
+                return  # the least loaded engine is full
+            mailbox.outbox.append(self.ledger.assign(name))
+            if not load:
+                self._lessor.on_work(name)
+            mailbox.mail.set()
+            mailbox.work.set()
+            self._note_load(name)
+
+    def _note_load(self, name: str) -> None:
+        self._ties += 1  # equal loads take turns
+        heapq.heappush(self._loads, (self.ledger.load(name), self._ties, name))
+
+    async def _guard(self, work: Coroutine[None, None, None]) -> None:
+        """An error that nobody foresaw must reach those who wait for a batch, not die with its task."""
+        try:
+            await work
+        except Exception as failure:  # noqa: BLE001  handed on to every waiter
+            self._fail(failure)
+
+    async def _submit(self, mailbox: _Mailbox) -> None:
+        while True:
+            await mailbox.mail.wait()
+            await self._lessor.awake(mailbox.engine.name)
+            mailbox.mail.clear()
+            requests, mailbox.outbox = mailbox.outbox, []
+            try:
+                await mailbox.engine.submit(requests)
+            except EngineLostError as lost:
+                self.members.lose(mailbox.engine.name, lost.why, incarnation=mailbox.incarnation)
+                return
+
+    async def _collect(self, mailbox: _Mailbox) -> None:
+        name = mailbox.engine.name
+        while True:
+            await mailbox.work.wait()
+            try:
+                rollouts = await mailbox.engine.collect()
+            except EngineLostError as lost:
+                self.members.lose(name, lost.why, incarnation=mailbox.incarnation)
+                return
+            for rollout in rollouts:
+                self._settle(rollout, name)
+            if not self.ledger.load(name):
+                mailbox.work.clear()
+            self._note_load(name)
+            self._dispatch()
+            if not self.ledger.load(name):
+                self._lessor.on_drained(name)
+
+    def _settle(self, rollout: Rollout, engine: str) -> None:
+        if not self.ledger.accept(rollout, engine):
+            return
+        batch_id = self._batch_of[rollout.group_id]
+        batch = self._batches[batch_id]
+        batch.done += 1
+        batch.num_tokens += len(rollout.token_ids)
+        group = self.ledger.close(rollout.group_id)
+        if group is not None:
+            del self._batch_of[group.group_id]
+            batch.groups[group.group_id] = group
+            self._learn_length(group)
+        self._on_progress(batch)
+        if batch.done == batch.total:
+            del self._batches[batch_id]
+            batch.finished.set()
+
+    def _learn_length(self, group: Group) -> None:
+        length = sum(len(r.token_ids) for r in group.rollouts) / len(group.rollouts)
+        self._mean_length[group.prompt.id] = length
+        self._typical_length += 0.05 * (length - self._typical_length)  # what a prompt never seen before is taken for
+
+    def _fail(self, failure: BaseException) -> None:
+        """Nothing open can be finished any more: tell everybody who waits."""
+        for batch in self._batches.values():
+            batch.failure = failure
+            batch.finished.set()
+        self._batches.clear()

@@ -1,0 +1,159 @@
+"""Records of a run for its sinks: stages and their times, rollouts, counters, steps, evaluations and events.
+
+Time is the running event loop's, so that a simulated run records simulated times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from paceline.metrics import Max, Mean, Metrics, Recorder, Sum
+from paceline.orchestrator import engine_counters
+from paceline.orchestrator.fleet import Batch, Fleet
+from paceline.types import DraftBin, Engine, Group, Receipt
+
+Rewards = list[list[float]]
+
+
+class Journal:
+    """Holds the metrics of the step now running; `end_step` reduces and writes them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.step = 0
+        self.metrics = Metrics()
+        self._recorder = recorder
+        self._differences = engine_counters.Differences()
+        self._run_began_s = self._step_began_s = asyncio.get_running_loop().time()
+
+    def elapsed_s(self) -> float:
+        return round(asyncio.get_running_loop().time() - self._run_began_s, 4)
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        self.metrics = Metrics()
+        self._step_began_s = asyncio.get_running_loop().time()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time one stage of the step, and record that it has begun."""
+        began_s = asyncio.get_running_loop().time()
+        self._recorder.write("stage", {"step": self.step, "stage": name, "time_s": self.elapsed_s()})
+        yield
+        self.metrics.add(f"time/{name}", Sum(asyncio.get_running_loop().time() - began_s))
+
+    def event(self, what: str, **fields: object) -> None:
+        """Record something that an operator should be able to find later."""
+        self._recorder.write("event", {"step": self.step, "time_s": self.elapsed_s(), "what": what, **fields})
+
+    def engine_lost(self, engine: str, why: str, num_redispatched: int) -> None:
+        self.event("engine_lost", engine=engine, why=why, redispatched=num_redispatched)
+
+    def progress(self, batch: Batch) -> None:
+        """Show progress on the live display only; a file of it would be longer than everything else."""
+        record = {"step": self.step, "done": batch.done, "total": batch.total, "num_tokens": batch.num_tokens}
+        self._recorder.show("progress", record)
+
+    def rollouts(self, groups: Sequence[Group], rewards: Rewards, *, policy_version: int, fleet: Fleet) -> None:
+        """Write one record with a column per property, and add the step's rollout metrics.
+
+        How long engines were idle is for the reader to work out: with a lag, an engine without rollouts of this batch
+        may be generating the next one.
+        """
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        flat = [reward for group_rewards in rewards for reward in group_rewards]
+        lengths = [len(rollout.token_ids) for rollout in rollouts]
+        names = {engine.name for engine in fleet.engines} | {
+            rollout.engine for rollout in rollouts
+        }  # idle and lost ones as well
+        index_of = {name: index for index, name in enumerate(sorted(names))}
+        columns = {
+            "engine": [index_of[rollout.engine] for rollout in rollouts],
+            "start_s": [round(rollout.started_s - self._run_began_s, 4) for rollout in rollouts],
+            "end_s": [round(rollout.finished_s - self._run_began_s, 4) for rollout in rollouts],
+            "length": lengths,
+            "reward": flat,
+        }
+        self._recorder.write("rollouts", {"step": self.step, "engines": list(index_of), **columns})
+        begin_s, end_s = min(columns["start_s"]), max(columns["end_s"])
+        add = self.metrics.add
+        add("reward/mean", Mean.of(flat))
+        add("rollout/length_mean", Mean.of(lengths))
+        add("rollout/length_max", Max(max(lengths)))
+        add("rollout/num_tokens", Sum(sum(lengths)))
+        add("rollout/truncated_share", Mean.of([float(rollout.finish_reason == "length") for rollout in rollouts]))
+        add("rollout/policy_lag", Mean.of([policy_version - rollout.policy_version for rollout in rollouts]))
+        add("rollout/makespan_s", Sum(end_s - begin_s))
+        add("rollout/tokens_per_s", Mean(sum(lengths), end_s - begin_s))
+        if verifications := sum(rollout.num_verifications for rollout in rollouts):
+            accepted = sum(rollout.num_accepted for rollout in rollouts)
+            add("rollout/accepted_length", Mean(verifications + accepted, verifications))
+            add("rollout/num_drafted", Sum(sum(rollout.num_drafted for rollout in rollouts)))
+            add("rollout/num_accepted", Sum(accepted))
+
+    async def counters(self, engines: Sequence[Engine]) -> None:
+        """Add what engines counted since the last step, failures among it, and record what was drafted when."""
+        totals, timelines, num_failed = await engine_counters.ask(engines)
+        self.metrics.add("engine/metrics_failed", Sum(num_failed))
+        self._differences.add(totals, self.metrics)
+        if any(timelines.values()):
+            self._draft_length(timelines)
+
+    def learner_counters(self, totals: Mapping[str, float]) -> None:
+        """Add what the learner counted since the last step."""
+        self._differences.add({"learner": totals}, self.metrics)
+
+    def _draft_length(self, timelines: Mapping[str, Sequence[DraftBin]]) -> None:
+        """One record with a column per property, times in seconds since the start of the run."""
+        engines = [name for name, bins in timelines.items() if bins]
+        rows = [(index, item) for index, name in enumerate(engines) for item in timelines[name]]
+        columns = {
+            "engine": [index for index, _ in rows],
+            "begin_s": [round(item.begin_s - self._run_began_s, 4) for _, item in rows],
+            "width_s": [item.width_s for _, item in rows],
+            "num_steps": [int(item.num_steps) for _, item in rows],
+            "draft_length": [int(item.draft_length) for _, item in rows],
+            "num_verifications": [int(item.num_verifications) for _, item in rows],
+            "num_accepted": [int(item.num_accepted) for _, item in rows],
+            "num_requests": [int(item.num_requests) for _, item in rows],
+        }
+        record = {"step": self.step, "time_s": self.elapsed_s(), "engines": engines, **columns}
+        self._recorder.write("draft_length", record)
+
+    def places(self, spans: Sequence[tuple[str, str, float, float]]) -> None:
+        """Record what each engine's device was used for since the last step: engine, use, begin and end."""
+        relative = [
+            [engine, use, round(begin_s - self._run_began_s, 4), round(end_s - self._run_began_s, 4)]
+            for engine, use, begin_s, end_s in spans
+        ]
+        self._recorder.write("places", {"step": self.step, "time_s": self.elapsed_s(), "spans": relative})
+
+    def receipts(self, receipts: Sequence[Receipt], version: int) -> None:
+        self.metrics.add("sync/version", Max(version))
+        self.metrics.add("sync/failed", Sum(sum(not receipt.ok for receipt in receipts)))
+        refused = sum(receipt.error is not None and not receipt.lost for receipt in receipts)
+        self.metrics.add("sync/refused", Sum(refused))
+        self.metrics.add("sync/bytes", Max(max(receipt.num_bytes for receipt in receipts)))
+        self.metrics.add("sync/seconds", Max(max(receipt.seconds for receipt in receipts)))
+        ages = [version - receipt.scales_version for receipt in receipts if receipt.scales_version is not None]
+        if ages:
+            self.metrics.add("sync/scale_age", Max(max(ages)))
+
+    def mismatch(
+        self, *, counts: Sequence[int], engines: Mapping[str, float], worst: Sequence[Mapping[str, object]]
+    ) -> None:
+        """Record tokens by log-ratio (bins: correction.HISTOGRAM_EDGES), k3 of each engine, and the worst tokens."""
+        record = {"step": self.step, "time_s": self.elapsed_s(), "counts": list(counts)}
+        self._recorder.write("mismatch", {**record, "engines": dict(engines), "worst": list(worst)})
+
+    def evaluation(self, metrics: Mapping[str, float]) -> None:
+        self._recorder.write("eval", {"step": self.step, "time_s": self.elapsed_s(), "metrics": dict(metrics)})
+
+    def end_step(self, fleet: Fleet) -> None:
+        self.metrics.add("fleet/engines", Max(len(fleet.engines)))
+        self.metrics.add("fleet/redispatched", Max(fleet.ledger.num_redispatched))
+        self.metrics.add("metrics/sink_errors", Max(self._recorder.num_sink_errors))
+        self.metrics.add("time/step", Sum(asyncio.get_running_loop().time() - self._step_began_s))
+        record = {"step": self.step, "time_s": self.elapsed_s(), "metrics": self.metrics.reduce()}
+        self._recorder.write("step", record)

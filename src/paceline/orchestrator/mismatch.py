@@ -1,0 +1,126 @@
+"""The mismatch of every step: measured, corrected, guarded and reported.
+
+    samples, learner's logp ──▶ diagnose ──▶ guard.decide ──▶ correct ──▶ samples for the update
+                                   │              │
+                                   ▼              ▼
+                          metrics, histogram,   events; on "stop" the batch is saved and the run ends
+                          worst tokens, floor
+
+The floor is how much the learner differs from itself when a few samples are scored again in another batch. No
+mismatch can be smaller, and one near it is rounding. It is measured on a hundredth of the tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from paceline.config import Config
+from paceline.learner.batch import draw
+from paceline.learner.correction import Ratios, correct, diagnose, gaps_by_engine, histogram, worst_tokens
+from paceline.learner.guard import GuardDecision, GuardState, Rung, decide, least_correction, save_batch
+from paceline.learner.objective import k3_of
+from paceline.metrics import Max, Mean, Sum
+from paceline.orchestrator.journal import Journal
+from paceline.types import Floats, Learner, PacelineError, Sample
+
+_FLOOR_SHARE = 0.01
+
+
+class MismatchMonitor:
+    """Judges every step's samples, and remembers what the guard has seen."""
+
+    def __init__(
+        self, config: Config, learner: Learner, journal: Journal, *, can_raise: bool, save_to: Path | None
+    ) -> None:
+        """`can_raise`: engines can restart in full precision. `save_to` is where a stopped run leaves its batch."""
+        self._config, self._learner, self._journal = config, learner, journal
+        # Engines are started again between batches; with a lag there is no between.
+        self._can_raise = can_raise and config.run.lag == 0
+        self._save_to = save_to
+        self._state = GuardState()
+        self._rung = Rung.OBSERVE
+
+    async def judge(
+        self, samples: Sequence[Sample], learner_logp: Sequence[Floats]
+    ) -> tuple[list[Sample], GuardDecision]:
+        """The samples as the update should take them, and what the loop has to do besides."""
+        began_s = asyncio.get_running_loop().time()
+        ratios = Ratios.of([sample.logp for sample in samples], learner_logp)
+        gaps = gaps_by_engine(samples, ratios)
+        finite = all(np.isfinite(logp).all() for logp in learner_logp)
+        state, decision = decide(
+            self._state, gaps, self._config.guard, learner_is_finite=finite, can_raise=self._can_raise
+        )
+        acting = self._config.guard.mode == "act"
+        if not acting:  # what was not done is not remembered as done
+            state = replace(state, raised=False, num_pushes=0, hold_steps=0)
+        if self._journal.step > self._config.run.lag:  # until then batches are less old than later ones
+            self._state = state
+        self._measure(ratios)
+        self._tell(decision)
+        self._journal.mismatch(
+            counts=histogram(ratios),
+            engines={name: gap.k3 for name, gap in gaps.items()},
+            worst=worst_tokens(samples, learner_logp, ratios),
+        )
+        await self._floor(samples, learner_logp)
+        if decision.rung == Rung.STOP and acting:
+            self._stop(decision, samples, learner_logp)
+        if not acting:
+            decision = GuardDecision(rung=Rung.OBSERVE)
+        correction = least_correction(self._config.correction, decision.rung)
+        corrected = correct(samples, learner_logp, correction)
+        for weight in (sample.weight for sample in corrected if sample.weight is not None):
+            self._journal.metrics.add("correction/weight_mean", Mean(float(weight.sum()), len(weight)))
+            self._journal.metrics.add("correction/masked_share", Mean(float((weight == 0).sum()), len(weight)))
+        self._journal.metrics.add("mismatch/cost_s", Sum(asyncio.get_running_loop().time() - began_s))
+        return corrected, decision
+
+    def _measure(self, ratios: Ratios) -> None:
+        found, add = diagnose(ratios, cap=self._config.correction.cap), self._journal.metrics.add
+        add("mismatch/k3", Mean(found.k3))
+        add("mismatch/max_abs", Max(found.max_abs))
+        for key, value in found.metrics().items():
+            add(f"mismatch/{key}", Mean(value))
+
+    async def _floor(self, samples: Sequence[Sample], learner_logp: Sequence[Floats]) -> None:
+        """Measure how much the learner differs from itself."""
+        lengths = [len(sample.token_ids) for sample in samples]
+        rng = np.random.default_rng((self._config.run.seed, self._journal.step))
+        chosen = draw(lengths, _FLOOR_SHARE * sum(lengths), rng, fewest=1)
+        again = await self._learner.logp_again([samples[i] for i in chosen])
+        gap = Ratios.of([learner_logp[i] for i in chosen], again)
+        self._journal.metrics.add("mismatch/floor_k3", Mean(float(k3_of(gap.clamped_N).sum()), len(gap.log_N)))
+
+    def _tell(self, decision: GuardDecision) -> None:
+        add, guard = self._journal.metrics.add, self._config.guard
+        add("guard/rung", Max(decision.rung))
+        add("guard/raised", Max(float(self._state.raised)))
+        add("guard/own_limit", Max(self._state.own_limit(guard)))
+        if decision.rung != self._rung or decision.rung > Rung.MASK or decision.precision is not None:
+            self._journal.event(
+                "guard",
+                rung=decision.rung.words,
+                cause=decision.cause,
+                why=decision.why,
+                engines=list(decision.engines),
+                precision=decision.precision,
+                acted=guard.mode == "act",
+            )
+        self._rung = decision.rung
+
+    def _stop(self, decision: GuardDecision, samples: Sequence[Sample], learner_logp: Sequence[Floats]) -> None:
+        where = "no directory was given to save the batch to"
+        if self._save_to is not None:
+            file = save_batch(self._save_to / f"stopped-step-{self._journal.step}", samples, learner_logp)
+            where = f"the batch is in {file}"
+        raise PacelineError(
+            f"the guard stopped the run at step {self._journal.step}: {decision.why}; {where}. The worst tokens are in "
+            "the last mismatch record of metrics.jsonl; `paceline certify logp` compares one engine with the learner; "
+            "guard.mode=observe goes on all the same"
+        )

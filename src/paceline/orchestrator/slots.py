@@ -1,0 +1,235 @@
+"""Leases carried out: idle engines sleep while trainers use their devices, and wake when they have work.
+
+    fleet ── on_work, on_drained ──▶ Leases (leases.py) ──orders──▶ engines: sleep, wake   trainers: lease, recall, kill
+    drafter training ── open, recall ──┘      ▲                                                  │
+                                              └──────────── what came of them, and the clock ────┘
+
+A slot is an engine's device together with the engine and the trainer that take turns on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from paceline.config import LeaseConfig
+from paceline.orchestrator.journal import Journal
+from paceline.orchestrator.leases import Account, Action, Event, Leases, LeaseState, Order
+from paceline.orchestrator.members import Members
+from paceline.types import EngineLostError
+
+_MAX_CRASHES = 3
+"""Crashes in a row of one slot's trainers without a round closed in between; a new process will not help after that."""
+_AWAKE = (LeaseState.BUSY, LeaseState.IDLE, LeaseState.LOST)
+_SPANS = {
+    LeaseState.BUSY: "generate",
+    LeaseState.LEASED: "train",
+    LeaseState.RECALLED: "waking",
+    LeaseState.WAKING: "waking",
+    LeaseState.ROUSED: "waking",
+}
+
+Span = tuple[str, str, float, float]
+"""Engine, use of its slot, begin and end."""
+
+
+class Trainer(Protocol):
+    """The training process beside one engine. Calls raise EngineLostError when the slot is gone, engine and all."""
+
+    async def start(self) -> None: ...
+
+    async def ready(self) -> bool:
+        """Wait until it could train; False if it ended before."""
+        ...
+
+    async def lease(self) -> None: ...
+
+    async def recall(self) -> None:
+        """Returns when it holds nothing that the engine needs."""
+        ...
+
+    async def kill(self) -> None: ...
+
+    async def ended(self) -> str:
+        """Wait for its end; says how it ended."""
+        ...
+
+
+class Slots:
+    """All slots of a run. `running` is their lifetime."""
+
+    def __init__(self, members: Members, trainers: Sequence[Trainer], config: LeaseConfig) -> None:
+        self._members = members
+        self._engines = {engine.name: engine for engine in members.engines}
+        self._trainers = dict(zip(self._engines, trainers, strict=True))
+        self._leases = Leases(list(self._engines), config)
+        self._crashes = dict.fromkeys(self._engines, 0)
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spans: list[Span] = []
+        self._span_began: dict[str, tuple[str, float]] = {}
+        members.on_lost(lambda engine, why: self._event(engine, Event.LOST))
+
+    @property
+    def names(self) -> list[str]:
+        """Engines of all slots, lost ones as well."""
+        return list(self._engines)
+
+    @property
+    def account(self) -> Account:
+        return self._leases.account
+
+    @asynccontextmanager
+    async def running(self, journal: Journal) -> AsyncIterator[None]:
+        """Start the trainers, keep the leases' time, and end the trainers."""
+        self._journal = journal
+        self._span_began = dict.fromkeys(self._engines, ("idle", _now_s()))
+        self._spawn(self._keep_time())
+        # Before the run begins: in it, a trainer that is starting gets only what nobody else wants.
+        await asyncio.gather(*(self._start(engine) for engine in self._engines))
+        try:
+            yield
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*(trainer.kill() for trainer in self._trainers.values()), return_exceptions=True)
+
+    def on_work(self, engine: str) -> None:
+        self._event(engine, Event.WORK)
+
+    def on_drained(self, engine: str) -> None:
+        self._event(engine, Event.DRAINED)
+
+    async def awake(self, engine: str) -> None:
+        """Wait until the engine can take rollouts."""
+        while self._leases.state(engine) not in _AWAKE:
+            await self._changed.wait()
+
+    async def leased(self, engine: str) -> None:
+        """Wait until the engine's trainer has its slot."""
+        while self._leases.state(engine) is not LeaseState.LEASED:
+            if self._leases.state(engine) is LeaseState.LOST:
+                raise EngineLostError(engine, "its slot is gone")
+            await self._changed.wait()
+
+    def open(self, *, training_wanted: bool) -> None:
+        """From now on slots without rollouts may be leased."""
+        self._carry_out_all(self._leases.announce(now_s=_now_s(), phase_open=True, training_wanted=training_wanted))
+
+    async def recall(self, engines: Sequence[str]) -> None:
+        """End the leases of these engines; returns when all of them are awake."""
+        self._carry_out_all(self._leases.announce(now_s=_now_s(), phase_open=False, engines=engines))
+        for engine in engines:
+            await self.awake(engine)
+
+    def forgive_crashes(self) -> None:
+        """Training works: crashes so far do not count against a slot any more."""
+        self._crashes = dict.fromkeys(self._engines, 0)
+
+    def take_spans(self) -> list[Span]:
+        """What each slot was used for since the last call."""
+        for engine in self._engines:
+            self._cut_span(engine)
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _event(self, engine: str, event: Event, *, lease: int | None = None) -> None:
+        self._carry_out_all(self._leases.on(engine, event, _now_s(), lease=lease))
+
+    def _carry_out_all(self, orders: Sequence[Order]) -> None:
+        for engine in self._engines:
+            if self._span_began[engine][0] != _SPANS.get(self._leases.state(engine), "idle"):
+                self._cut_span(engine)
+        for engine, action in orders:
+            self._spawn(self._carry_out(engine, action))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _carry_out(self, engine: str, action: Action) -> None:
+        trainer, lease = self._trainers[engine], self._leases.lease(engine)
+        incarnation = self._members.incarnation(engine)
+        try:
+            match action:
+                case Action.SLEEP:
+                    await self._engines[engine].sleep()
+                    self._event(engine, Event.SLEPT)
+                case Action.WAKE:
+                    await self._engines[engine].wake()
+                    self._event(engine, Event.AWAKE)
+                case Action.OFFER:
+                    if await trainer.ready():
+                        self._event(engine, Event.READY)
+                case Action.REPLACE:
+                    if await self._replace(engine):
+                        self._event(engine, Event.READY)
+                case Action.LEASE:
+                    await trainer.lease()
+                case Action.RECALL:
+                    await trainer.recall()
+                    self._event(engine, Event.STOPPED, lease=lease)
+                case Action.KILL:
+                    await trainer.kill()
+        except EngineLostError as lost:
+            self._members.lose(engine, lost.why, incarnation=incarnation)
+
+    async def _start(self, engine: str) -> bool:
+        """Whether the slot has a trainer that could train; its end, whenever it comes, is looked after."""
+        incarnation = self._members.incarnation(engine)
+        try:
+            await self._trainers[engine].start()
+            self._spawn(self._await_end(engine))
+            return await self._trainers[engine].ready()
+        except EngineLostError as lost:
+            self._members.lose(engine, lost.why, incarnation=incarnation)
+            return False
+
+    async def _replace(self, engine: str) -> bool:
+        self._crashes[engine] += 1
+        if self._crashes[engine] > _MAX_CRASHES:
+            self._journal.event("trainer_given_up", engine=engine, crashes=self._crashes[engine])
+            return False
+        return await self._start(engine)
+
+    async def _await_end(self, engine: str) -> None:
+        incarnation = self._members.incarnation(engine)
+        try:
+            why = await self._trainers[engine].ended()
+        except EngineLostError as lost:
+            self._members.lose(engine, lost.why, incarnation=incarnation)
+            return
+        self._journal.event("trainer_lost", engine=engine, why=why)
+        self._event(engine, Event.CRASHED)
+
+    async def _keep_time(self) -> None:
+        while True:
+            changed, due_s = self._changed, self._leases.next_due_s()
+            try:
+                await asyncio.wait_for(changed.wait(), None if due_s is None else max(0.0, due_s - _now_s()))
+            except TimeoutError:
+                assert due_s is not None
+                # A clock may stand a rounding error before what it was to wait for.
+                self._carry_out_all(self._leases.due(max(_now_s(), due_s)))
+
+    def _cut_span(self, engine: str) -> None:
+        label, began_s = self._span_began[engine]
+        now_s = _now_s()
+        if now_s > began_s:
+            self._spans.append((engine, label, began_s, now_s))
+        self._span_began[engine] = (_SPANS.get(self._leases.state(engine), "idle"), now_s)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._journal.event("slot_failed", why=repr(error))
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,1 @@
+"""What a run would gain on given hardware: the simulator and the planner."""

@@ -1,0 +1,249 @@
+"""A simulated engine that batches continuously: a queue, a KV cache that fills, and the real selector.
+
+Between two events (a request ends or comes, the KV cache is full, contexts have grown by an eighth) the batch does
+not change, so the time of all steps in between is one product. The selector is asked and told once in such a span,
+and step by step while it probes; its own counters run slower than in an engine by that much. Every request emits the
+mean accepted length in every step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+
+from paceline.plan.engine_model import StepModel
+from paceline.plan.simulate import finished_rollout
+from paceline.selector.cost import Step
+from paceline.selector.select import Selector
+from paceline.types import DraftBin, Rollout, RolloutRequest
+
+_GROWTH = 1 / 8
+"""Growth of the mean context that ends a span."""
+
+
+@dataclass(slots=True)
+class _Job:
+    request: RolloutRequest
+    length: int
+    done: float = 0.0
+    """Tokens generated before the request was preempted."""
+    started_s: float | None = None
+    version: int = 0
+    joined_at: float = 0.0
+    """The engine's token clock when it joined the batch."""
+    drafted_at: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """The engine's counts of verifications, drafted and accepted tokens then."""
+
+    @property
+    def context(self) -> float:
+        return len(self.request.prompt_ids) + self.done
+
+
+@dataclass(slots=True)
+class _DecodeSpan:
+    began_s: float
+    seconds: float
+    num_tokens: float
+    k: int
+    handle: asyncio.TimerHandle
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchingEngine:
+    """`paceline.types.Engine`, simulated."""
+
+    name: str
+    model: StepModel
+    selector: Selector
+    length_of: Callable[[RolloutRequest], int]
+    max_num_seqs: int
+    wake_s: float = 0.0
+    policy_version: int = 0
+    num_preempted: int = 0
+    busy_s: float = 0.0
+    num_steps: float = 0.0
+    _waiting: deque[_Job] = field(default_factory=deque)
+    _running: list[tuple[float, int, _Job]] = field(default_factory=list)
+    """A heap by the token clock at which each ends."""
+    _clock: float = 0.0
+    """Tokens that a request which was there all the time would have emitted."""
+    _context_base: float = 0.0
+    """Sum over running requests of context minus token clock when they joined."""
+    _counts: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    _order: int = 0
+    _prefill: float = 0.0
+    _span: _DecodeSpan | None = None
+    _paused: bool = False
+    _last_k: int = 0
+    _carry: list[float] = field(default_factory=list)
+    _finished: list[Rollout] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self._waiting.extend(_Job(request, self.length_of(request)) for request in requests)
+        self._restart()
+
+    async def collect(self) -> Sequence[Rollout]:
+        if not self._finished:
+            self._news.clear()
+            await self._news.wait()
+        finished, self._finished = self._finished, []
+        return finished
+
+    async def pause(self) -> None:
+        self._stop()
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._restart()
+
+    async def sleep(self) -> None:
+        return
+
+    async def wake(self) -> None:
+        await asyncio.sleep(self.wake_s)
+
+    async def metrics(self) -> Mapping[str, float]:
+        return {"engine/running_requests": len(self._running), "engine/waiting_requests": len(self._waiting)}
+
+    async def take_timeline(self) -> Sequence[DraftBin]:
+        return ()
+
+    async def close(self) -> None:
+        self._stop()
+
+    def use(self, model: StepModel) -> None:
+        """Time steps by this model from now on, for example because a drafter was published."""
+        self._stop()
+        self.model = model
+        self._restart()
+
+    @property
+    def _context_tokens(self) -> float:
+        return self._context_base + len(self._running) * self._clock
+
+    def _stop(self) -> None:
+        """End the span here and count what was done in it."""
+        span, self._span = self._span, None
+        if span is None:
+            return
+        span.handle.cancel()
+        passed_s = asyncio.get_running_loop().time() - span.began_s
+        share = min(passed_s / span.seconds, 1.0) if span.seconds else 1.0
+        tokens, draft = share * span.num_tokens, self.model.options[span.k]
+        self.busy_s += passed_s
+        self._clock += tokens
+        steps = tokens / draft.alpha
+        self.num_steps += steps
+        if span.k:
+            verifications, drafted, accepted = self._counts
+            self._counts = (verifications + steps, drafted + steps * (draft.verified - 1), accepted + tokens - steps)
+
+    def _restart(self) -> None:
+        self._stop()
+        if self._paused:
+            return
+        self._finish()
+        self._preempt()
+        self._admit()
+        if self._running:
+            self._begin()
+
+    def _begin(self) -> None:
+        batch, context = len(self._running), self._context_tokens
+        k = self.selector.choose(batch, int(context))
+        draft = self.model.options[k]
+        probing = k != self._last_k and self.selector.figures().get("current", k) != k
+        mean = context / batch
+        tokens = min(self._running[0][0] - self._clock, max(_GROWTH * mean, 32.0))
+        if self.model.capacity_tokens < inf:
+            tokens = min(tokens, max((self.model.capacity_tokens - context) / batch, 0.0) + 1.0)
+        steps = 1 if probing else max(ceil(tokens / draft.alpha - 1e-9), 1)
+        self._last_k = self._last_k if probing else k
+        step_s = self.model.step_s(batch, k, mean + 0.5 * steps * draft.alpha)
+        self._tell(batch, int(context), k, step_s)
+        prefill_s = self.model.prefill_s(self._prefill) if self._prefill else 0.0
+        self._prefill = 0.0
+        loop = asyncio.get_running_loop()
+        seconds = steps * step_s + prefill_s
+        handle = loop.call_later(seconds, self._restart)
+        self._span = _DecodeSpan(loop.time(), seconds, steps * draft.alpha, k, handle)
+
+    def _tell(self, batch: int, context: int, k: int, seconds: float) -> None:
+        """The selector counts in whole tokens: what is left over is carried to the next step."""
+        options = self.model.options
+        self._carry += [0.0] * (k - len(self._carry))
+        accepted = []
+        for j in range(k):
+            expected = batch * (options[j + 1].alpha - options[j].alpha) + self._carry[j]
+            accepted.append(min(int(expected), batch))
+            self._carry[j] = expected - accepted[-1]
+        self.selector.observe(
+            Step(
+                num_requests=batch,
+                num_prefill_tokens=0,
+                context_tokens=context,
+                verified=k,
+                drafted=k,
+                seconds=seconds,
+                proposed_at=(batch,) * k,
+                accepted_at=tuple(accepted),
+                num_emitted=batch + sum(accepted),
+            )
+        )
+
+    def _admit(self) -> None:
+        room = self.model.capacity_tokens - self._context_tokens
+        now_s = asyncio.get_running_loop().time()
+        while self._waiting and len(self._running) < self.max_num_seqs:
+            job = self._waiting[0]
+            if self._running and job.context + len(self._running) + 1 > room:
+                return
+            self._waiting.popleft()
+            room -= job.context
+            if job.started_s is None:
+                job.started_s, job.version = now_s, self.policy_version
+            job.joined_at, job.drafted_at = self._clock, self._counts
+            self._context_base += job.context - self._clock
+            self._prefill += job.context
+            self._order += 1
+            heapq.heappush(self._running, (self._clock + job.length - job.done, self._order, job))
+
+    def _preempt(self) -> None:
+        """While the KV cache overflows, take requests out that came last; they are computed again later."""
+        while len(self._running) > 1 and self._context_tokens > self.model.capacity_tokens:
+            entry = max(self._running, key=lambda entry: entry[1])
+            self._running.remove(entry)
+            heapq.heapify(self._running)
+            job = entry[2]
+            self._context_base -= job.context - job.joined_at
+            job.done += self._clock - job.joined_at
+            self._waiting.appendleft(job)
+            self.num_preempted += 1
+
+    def _finish(self) -> None:
+        while self._running and self._running[0][0] <= self._clock + 1e-6:
+            job = heapq.heappop(self._running)[2]
+            self._context_base -= job.context - job.joined_at
+            assert job.started_s is not None
+            verifications, drafted, accepted = (
+                now - then for now, then in zip(self._counts, job.drafted_at, strict=True)
+            )
+            self._finished.append(
+                finished_rollout(
+                    job.request,
+                    job.length,
+                    engine=self.name,
+                    started_s=job.started_s,
+                    version=job.version,
+                    version_end=self.policy_version,
+                    drafts=(round(verifications), round(drafted), round(accepted)),
+                    num_logp=1,
+                )
+            )
+            self._news.set()

@@ -1,0 +1,328 @@
+"""What GPUs can do and what models ask of them: facts with their sources.
+
+Peaks are dense (without structured sparsity) and per GPU. A model is described by its Hugging Face config.json; from
+it follow the bytes and operations of a forward pass. A mixture of experts reads only the experts that a token of the
+step was routed to: with E experts and e of them for each token, n tokens cover the share 1 - (1 - e/E)^n of them if
+the router is balanced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+Precision = Literal["bf16", "fp8"]
+BYTES: Mapping[str, float] = {"bf16": 2.0, "fp8": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    name: str
+    bf16_tflops: float
+    fp8_tflops: float
+    """Equal to bf16_tflops where the hardware has no FP8: weights may still be stored in it."""
+    memory_tb_s: float
+    memory_gb: float
+    link_gb_s: float
+    """Bandwidth to the other GPUs of the node or rack, in one direction."""
+    per_node: int = 8
+
+    def flops(self, precision: Precision) -> float:
+        return 1e12 * (self.fp8_tflops if precision == "fp8" else self.bf16_tflops)
+
+
+GPUS: Mapping[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        # NVIDIA Ampere GA102 whitepaper v2, table 2: 71 TFLOPS BF16 with FP32 accumulation, 936 GB/s; PCIe 4.0 x16.
+        Gpu(name="RTX3090", bf16_tflops=71, fp8_tflops=71, memory_tb_s=0.936, memory_gb=24, link_gb_s=32),
+        # NVIDIA Ada GPU architecture whitepaper, appendix A: 165.2 BF16 and 330.3 FP8 with FP32 accumulation,
+        # 1,008 GB/s; PCIe 4.0.
+        Gpu(name="RTX4090", bf16_tflops=165.2, fp8_tflops=330.3, memory_tb_s=1.008, memory_gb=24, link_gb_s=32),
+        # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A: 209.5 BF16, 419 FP8, 1,792 GB/s; PCIe 5.0 x16.
+        Gpu(name="RTX5090", bf16_tflops=209.5, fp8_tflops=419, memory_tb_s=1.792, memory_gb=32, link_gb_s=64),
+        # NVIDIA A100 80GB SXM datasheet: 312 BF16, 2,039 GB/s, NVLink 600 GB/s both directions.
+        Gpu(name="A100", bf16_tflops=312, fp8_tflops=312, memory_tb_s=2.039, memory_gb=80, link_gb_s=300),
+        # NVIDIA H100 SXM datasheet: 1,979 BF16 and 3,958 FP8 with sparsity (half without), 3.35 TB/s, NVLink 900 GB/s.
+        Gpu(name="H100", bf16_tflops=989.5, fp8_tflops=1979, memory_tb_s=3.35, memory_gb=80, link_gb_s=450),
+        # NVIDIA H200 SXM datasheet: as H100 with 141 GB at 4.8 TB/s.
+        Gpu(name="H200", bf16_tflops=989.5, fp8_tflops=1979, memory_tb_s=4.8, memory_gb=141, link_gb_s=450),
+        # NVIDIA H20 product brief: 148 BF16, 296 FP8, 96 GB at 4.0 TB/s, NVLink 900 GB/s.
+        Gpu(name="H20", bf16_tflops=148, fp8_tflops=296, memory_tb_s=4.0, memory_gb=96, link_gb_s=450),
+        # NVIDIA HGX B200 datasheet, per GPU: 4,500 BF16 and 9,000 FP8 with sparsity, 180 GB at 7.7 TB/s,
+        # NVLink 1.8 TB/s.
+        Gpu(name="B200", bf16_tflops=2250, fp8_tflops=4500, memory_tb_s=7.7, memory_gb=180, link_gb_s=900),
+        # NVIDIA GB200 NVL72 datasheet, per GPU: 5,000 BF16 and 10,000 FP8 with sparsity, 186 GB at 8 TB/s,
+        # NVLink 1.8 TB/s; 4 GPUs a tray, 72 in one NVLink domain.
+        Gpu(name="GB200", bf16_tflops=2500, fp8_tflops=5000, memory_tb_s=8.0, memory_gb=186, link_gb_s=900, per_node=4),
+        # AMD Instinct MI300X datasheet: 1,307.4 BF16, 2,614.9 FP8, 192 GB at 5.3 TB/s; 7 links of 128 GB/s both
+        # directions.
+        Gpu(name="MI300X", bf16_tflops=1307.4, fp8_tflops=2614.9, memory_tb_s=5.3, memory_gb=192, link_gb_s=448),
+        # Two vCPUs of a Sapphire Rapids host with AMX. Measured, not from a datasheet: benchmarks/rollout.json,
+        # arena:large: a plain step of one request reads 0.7 GB in 38 ms, and 48 requests take 80 ms for 0.7 GFLOP
+        # each more.
+        Gpu(name="CPU", bf16_tflops=0.9, fp8_tflops=0.9, memory_tb_s=0.022, memory_gb=8, link_gb_s=10, per_node=1),
+    )
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    wanted = re.sub(r"[^A-Z0-9]", "", name.upper().replace("NVIDIA", "").replace("GEFORCE", ""))
+    if wanted not in GPUS:
+        near = get_close_matches(wanted, GPUS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"gpus: got {name!r}; must be one of {', '.join(GPUS)}{hint}")
+    return GPUS[wanted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder. Zero experts is a dense model; `kv_rank` above zero is multi-head latent attention (MLA)."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    dense_layers: int = 0
+    """Dense layers at the start of a mixture of experts."""
+    kv_rank: int = 0
+    rope_dim: int = 0
+    cached_layers: int | None = None
+    """Layers whose KV cache grows with the context; the others have a state or window of fixed size. None is all of
+    them."""
+    expert_bytes: float | None = None
+    """Bytes of one expert weight where the checkpoint itself is quantised; None follows the precision of the run."""
+
+    @property
+    def attention_params(self) -> float:
+        """Parameters of one attention layer."""
+        if self.kv_rank:
+            queries = self.hidden * self.heads * (self.head_dim + self.rope_dim)
+            down, up = self.hidden * (self.kv_rank + self.rope_dim), self.kv_rank * self.heads * 2 * self.head_dim
+            return queries + down + up + self.heads * self.head_dim * self.hidden
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def expert_params(self) -> float:
+        return 3.0 * self.hidden * self.expert_intermediate
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def fixed_params(self) -> float:
+        """Parameters read in every step: attention, dense and shared feed-forward layers, output head. Embeddings are
+        looked up."""
+        dense = (self.layers - self.moe_layers) * 3.0 * self.hidden * self.intermediate
+        shared = self.moe_layers * (3.0 * self.hidden * self.shared_intermediate + self.hidden * self.experts)
+        return self.layers * self.attention_params + dense + shared + self.hidden * self.vocab
+
+    @property
+    def active_params(self) -> float:
+        """Parameters that one token is multiplied with."""
+        return self.fixed_params + self.moe_layers * self.experts_per_token * self.expert_params
+
+    @property
+    def total_params(self) -> float:
+        embedding = 0.0 if self.tied else self.hidden * self.vocab
+        return self.fixed_params + self.moe_layers * self.experts * self.expert_params + embedding
+
+    def expert_coverage(self, num_tokens: float) -> float:
+        """Share of the experts of a layer that a step of so many tokens reads."""
+        return 1 - (1 - self.experts_per_token / self.experts) ** num_tokens if self.experts else 0.0
+
+    def weight_bytes(self, precision: Precision) -> float:
+        """Bytes in memory. Embeddings and the output head stay in BF16."""
+        embeddings = self.hidden * self.vocab * (1 if self.tied else 2)
+        experts = self.moe_layers * self.experts * self.expert_params
+        inner = self.total_params - embeddings - experts
+        return 2.0 * embeddings + BYTES[precision] * inner + self._expert_bytes(precision) * experts
+
+    def read_bytes(self, num_tokens: float, precision: Precision) -> float:
+        """Bytes of weights that a step of so many tokens reads."""
+        head = self.hidden * self.vocab
+        experts = self.moe_layers * self.experts * self.expert_params * self.expert_coverage(num_tokens)
+        return 2.0 * head + BYTES[precision] * (self.fixed_params - head) + self._expert_bytes(precision) * experts
+
+    def kv_bytes_per_token(self, precision: Precision) -> float:
+        layers = self.layers if self.cached_layers is None else self.cached_layers
+        width = self.kv_rank + self.rope_dim if self.kv_rank else 2 * self.kv_heads * self.head_dim
+        return layers * width * BYTES[precision]
+
+    def _expert_bytes(self, precision: Precision) -> float:
+        return BYTES[precision] if self.expert_bytes is None else self.expert_bytes
+
+
+# config.json of each checkpoint on Hugging Face.
+SHAPES: Mapping[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        ModelShape(
+            name="Qwen3-8B",
+            hidden=4096,
+            layers=36,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            intermediate=12288,
+            vocab=151936,
+        ),
+        ModelShape(
+            name="Qwen2.5-7B",
+            hidden=3584,
+            layers=28,
+            heads=28,
+            kv_heads=4,
+            head_dim=128,
+            intermediate=18944,
+            vocab=152064,
+        ),
+        ModelShape(
+            name="Qwen2.5-32B",
+            hidden=5120,
+            layers=64,
+            heads=40,
+            kv_heads=8,
+            head_dim=128,
+            intermediate=27648,
+            vocab=152064,
+        ),
+        ModelShape(
+            name="Qwen3-30B-A3B",
+            hidden=2048,
+            layers=48,
+            heads=32,
+            kv_heads=4,
+            head_dim=128,
+            intermediate=6144,
+            vocab=151936,
+            experts=128,
+            experts_per_token=8,
+            expert_intermediate=768,
+        ),
+        ModelShape(
+            name="Qwen3-235B-A22B",
+            hidden=4096,
+            layers=94,
+            heads=64,
+            kv_heads=4,
+            head_dim=128,
+            intermediate=12288,
+            vocab=151936,
+            experts=128,
+            experts_per_token=8,
+            expert_intermediate=1536,
+        ),
+        # Every fourth layer is full attention, the others gated delta nets; one shared expert.
+        ModelShape(
+            name="Qwen3.5-122B-A10B",
+            hidden=3072,
+            layers=48,
+            heads=32,
+            kv_heads=2,
+            head_dim=256,
+            intermediate=9216,
+            vocab=248320,
+            experts=256,
+            experts_per_token=8,
+            expert_intermediate=1024,
+            shared_intermediate=1024,
+            cached_layers=12,
+        ),
+        # Experts in MXFP4 (4 bits and a shared scale of 8 bits for 32); every second layer sees a window of 128 tokens.
+        ModelShape(
+            name="gpt-oss-120b",
+            hidden=2880,
+            layers=36,
+            heads=64,
+            kv_heads=8,
+            head_dim=64,
+            intermediate=2880,
+            vocab=201088,
+            experts=128,
+            experts_per_token=4,
+            expert_intermediate=2880,
+            cached_layers=18,
+            expert_bytes=4.25 / 8,
+        ),
+    )
+}
+
+
+def find_shape(model: str) -> ModelShape:
+    """Read a config.json (or a directory with one), or find one of the few models known by name."""
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        try:
+            return shape_of(json.loads(file.read_text(encoding="utf-8")), name=model)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"model: {file} is not JSON: {error}") from None
+    name = model.rpartition("/")[2].removesuffix("-Base").removesuffix("-Instruct")
+    for known, shape in SHAPES.items():
+        if known.lower() == name.lower():
+            return replace(shape, name=model)
+    near = get_close_matches(name, SHAPES, n=1)
+    raise ValueError(
+        f"model: got {model!r}; must be a Hugging Face config.json, a directory with one, or one of {', '.join(SHAPES)}"
+        + (f"; did you mean {near[0]}?" if near else "")
+        + " (of any other model: download its config.json and give the path)"
+    )
+
+
+def shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
+    """Read a Hugging Face config: Llama, Qwen, Mixtral, DeepSeek and their like. Multimodal ones have a text_config
+    inside."""
+    config = {**config, **config.get("text_config", {})}
+
+    def number(*keys: str, default: float | None = None) -> float:
+        for key in keys:
+            if config.get(key) is not None:
+                return config[key]
+        if default is None:
+            raise ValueError(f"model: {name} has none of {', '.join(keys)} in its config.json; must describe a decoder")
+        return default
+
+    hidden, heads = int(number("hidden_size", "n_embd")), int(number("num_attention_heads", "n_head"))
+    layers = int(number("num_hidden_layers", "n_layer"))
+    experts = int(number("num_experts", "n_routed_experts", "num_local_experts", default=0))
+    kv_rank = int(number("kv_lora_rank", default=0))
+    expert_intermediate = (
+        int(number("moe_intermediate_size", "intermediate_size", default=4 * hidden)) if experts else 0
+    )
+    num_shared = int(number("n_shared_experts", default=0))
+    kinds = config.get("layer_types") or ()
+    return ModelShape(
+        name=name,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=int(number("num_key_value_heads", default=heads)),
+        head_dim=int(number("v_head_dim" if kv_rank else "head_dim", default=hidden // heads)),
+        intermediate=int(number("intermediate_size", default=4 * hidden)),
+        vocab=int(number("vocab_size")),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=experts,
+        experts_per_token=int(number("num_experts_per_tok", "experts_per_token", default=2)) if experts else 0,
+        expert_intermediate=expert_intermediate,
+        shared_intermediate=int(number("shared_expert_intermediate_size", default=num_shared * expert_intermediate)),
+        dense_layers=int(number("first_k_dense_replace", default=0)),
+        kv_rank=kv_rank,
+        rope_dim=int(number("qk_rope_head_dim", default=0)),
+        cached_layers=sum(kind == "full_attention" for kind in kinds) or None,
+    )

@@ -1,0 +1,253 @@
+"""Simulated engines, learner and weight wire on a virtual clock, for the real loop.
+
+The loop, the fleet and the ledger are the real ones; only the engine, the learner and the wire are stand-ins that
+take time without doing work. Time is virtual: when nothing can run, the clock jumps to the next timer, so that an
+hour of a thousand engines costs what its bookkeeping costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from paceline.types import (
+    DraftBin,
+    EngineLostError,
+    Floats,
+    Group,
+    Prompt,
+    Receipt,
+    Rollout,
+    RolloutRequest,
+    Sample,
+    Tokens,
+)
+
+T = TypeVar("T")
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Instead of sleeping until the next timer, moves the clock there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError("the simulation waits for something that will never happen")
+        self.now_s += max(timeout, 0.0)
+        return []
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop whose time() is simulated."""
+
+    def __init__(self) -> None:
+        self._clock = _JumpingSelector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now_s
+
+
+def run_virtual(work: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, float]:
+    """Run a coroutine in virtual time; returns its result and the simulated seconds."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        result = runner.run(work())
+        return result, runner.get_loop().time()
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedEngine:
+    """Every rollout takes its length times `seconds_per_token`; at most `max_num_seqs` run together, the others
+    queue."""
+
+    name: str
+    length_of: Callable[[RolloutRequest], int]
+    max_num_seqs: int
+    seconds_per_token: float
+    lose_at_s: float | None = None
+    """Time at which the engine dies as a killed process does: what was running is gone."""
+    policy_version: int = 0
+    _running: int = 0
+    _waiting: list[RolloutRequest] = field(default_factory=list)
+    _finished: list[Rollout] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self._check_alive()
+        self._waiting += requests
+        self._fill()
+
+    async def collect(self) -> Sequence[Rollout]:
+        if not self._finished:
+            self._news.clear()
+            if self.lose_at_s is not None:
+                asyncio.get_running_loop().call_at(self.lose_at_s, self._news.set)
+            await self._news.wait()
+            self._check_alive()
+        finished, self._finished = self._finished, []
+        return finished
+
+    async def pause(self) -> None:
+        self._check_alive()
+
+    async def resume(self) -> None:
+        self._check_alive()
+
+    async def sleep(self) -> None:
+        self._check_alive()
+
+    async def wake(self) -> None:
+        self._check_alive()
+
+    async def metrics(self) -> Mapping[str, float]:
+        return {"engine/running_requests": self._running, "engine/waiting_requests": len(self._waiting)}
+
+    async def take_timeline(self) -> Sequence[DraftBin]:
+        return ()
+
+    async def close(self) -> None:
+        return
+
+    def _check_alive(self) -> None:
+        if self.lose_at_s is not None and asyncio.get_running_loop().time() >= self.lose_at_s:
+            raise EngineLostError(self.name, "killed by the simulation")
+
+    def _fill(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting and self._running < self.max_num_seqs:
+            request = self._waiting.pop()
+            length = self.length_of(request)
+            self._running += 1
+            loop.call_later(
+                length * self.seconds_per_token, self._finish, request, length, loop.time(), self.policy_version
+            )
+
+    def _finish(self, request: RolloutRequest, length: int, started_s: float, version: int) -> None:
+        self._running -= 1
+        rollout = finished_rollout(
+            request, length, engine=self.name, started_s=started_s, version=version, version_end=self.policy_version
+        )
+        self._finished.append(rollout)
+        self._news.set()
+        self._fill()
+
+
+_ZERO = {np.int32: np.zeros(1, np.int32), np.float32: np.zeros(1, np.float32)}
+
+
+def _zeros(length: int, dtype: type[Any]) -> Any:
+    """One zero seen many times: contents of simulated rollouts are never read, only their lengths."""
+    return np.broadcast_to(_ZERO[dtype], length)
+
+
+def finished_rollout(
+    request: RolloutRequest,
+    length: int,
+    *,
+    engine: str,
+    started_s: float,
+    version: int,
+    version_end: int,
+    drafts: tuple[int, int, int] = (0, 0, 0),
+    num_logp: int | None = None,
+) -> Rollout:
+    """A rollout without content that ends now; `drafts`: verifications, drafted and accepted tokens. The loop
+    compares every log-probability with the learner's, which for millions of zeros takes longer than all else:
+    `num_logp` makes them fewer."""
+    return Rollout(
+        group_id=request.group_id,
+        index=request.index,
+        prompt_ids=request.prompt_ids,
+        token_ids=_zeros(length, np.int32),
+        logp=_zeros(length if num_logp is None else num_logp, np.float32),
+        finish_reason="length" if length >= request.max_tokens else "stop",
+        policy_version=version,
+        policy_version_end=version_end,
+        engine=engine,
+        started_s=started_s,
+        finished_s=asyncio.get_running_loop().time(),
+        num_verifications=drafts[0],
+        num_drafted=drafts[1],
+        num_accepted=drafts[2],
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedLearner:
+    """Takes time in proportion to tokens."""
+
+    seconds_per_token: float = 0.0
+
+    async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        await asyncio.sleep(self.seconds_per_token / 3 * sum(len(sample.token_ids) for sample in samples))
+        return [sample.logp for sample in samples]
+
+    async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+        return await self.logp(samples)
+
+    async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+        await asyncio.sleep(self.seconds_per_token * sum(len(sample.token_ids) for sample in samples))
+        return {"policy/loss": 0.0}
+
+    async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
+        return {"precision/qk_norm": 1.0, "precision/underflow_share": 0.0}
+
+    async def counters(self) -> Mapping[str, float]:
+        return {}
+
+    async def save(self, path: str) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedSender:
+    """Every engine that is alive takes the push after `seconds`."""
+
+    engines: Sequence[SimulatedEngine]
+    seconds: float = 0.0
+
+    async def send(self, version: int) -> Sequence[Receipt]:
+        await asyncio.sleep(self.seconds)
+        for engine in self.engines:
+            engine.policy_version = version
+        return [
+            Receipt(engine=engine.name, version=version, num_tensors=1, num_bytes=1, seconds=self.seconds)
+            for engine in self.engines
+        ]
+
+
+def simulated_prompts(num_tokens: int = 16) -> Iterator[Prompt]:
+    """Endless prompts without content."""
+    token_ids: Tokens = np.zeros(num_tokens, np.int32)
+    index = 0
+    while True:
+        yield Prompt(id=f"simulated/{index}", text="", token_ids=token_ids, row={})
+        index += 1
+
+
+async def score_by_parity(groups: Sequence[Group]) -> list[list[float]]:
+    """Rewards 0 and 1 in turn, so that every group carries a gradient."""
+    return [[float(rollout.index % 2) for rollout in group.rollouts] for group in groups]
+
+
+def long_tailed_lengths(
+    seed: int, *, median: float = 70.0, sigma: float = 0.8, maximum: int = 640
+) -> Callable[[RolloutRequest], int]:
+    """Log-normal lengths, the shape of the arena's; the same rollout has the same length wherever it runs."""
+    table = np.clip(np.random.default_rng(seed).lognormal(np.log(median), sigma, 65536), 1, maximum).astype(int)
+
+    def length_of(request: RolloutRequest) -> int:
+        return int(table[(request.group_id * 31 + request.index * 7919) % len(table)])
+
+    return length_of

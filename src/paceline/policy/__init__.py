@@ -1,1 +1,0 @@
-"""What is learnt: the objective and the learner that follows it."""

@@ -1,0 +1,294 @@
+"""What the metrics.jsonl of a run says in numbers: read it once, ask for the headline figures and for the tail.
+
+The tail is the time of a generation phase in which some engine is idle. With intervals of time as sets,
+
+    idle(engine) = phases that the engine took part in  -  its rollouts in flight  -  evaluations
+    tail         = union of idle(engine) over engines
+
+    tail share   = |tail| / |phases|                           how long somebody waits
+    idle share   = sum |idle(engine)| / sum |engine's phases|  how much engine time is lost by it
+
+Shares are made from summed seconds over the whole run, never from shares of steps: a mean of means would weigh a short
+step like a long one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.metrics import Mean
+from paceline.report.recorded import Floats, Interval, RecordedRun, StepRollouts, read_run
+
+# Sets of time, as sorted disjoint intervals.
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def subtract(whole: Sequence[Interval], parts: Iterable[Interval]) -> list[Interval]:
+    rest = list(whole)
+    for start, end in parts:
+        rest = [piece for a, b in rest for piece in ((a, min(b, start)), (max(a, end), b)) if piece[1] > piece[0]]
+    return rest
+
+
+def clip(intervals: Iterable[Interval], within: Interval) -> list[Interval]:
+    return [(max(a, within[0]), min(b, within[1])) for a, b in intervals if min(b, within[1]) > max(a, within[0])]
+
+
+def seconds(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occupancy:
+    """Who waited, and for how long."""
+
+    idle: Mapping[str, Sequence[Interval]]
+    """By engine."""
+    tail: Sequence[Interval]
+    idle_share: float
+    tail_share: float
+
+
+def occupancy(
+    batches: Sequence[StepRollouts], *, within: Interval | None = None, evals: Sequence[Interval] = ()
+) -> Occupancy:
+    """Occupancy over the generation phases of these steps, or over the part of them that lies `within`.
+
+    Phases of neighbouring steps overlap in an asynchronous run; as sets they are counted once, and a rollout of the
+    next step keeps an engine busy just as one of this step does.
+    """
+    available: dict[str, list[Interval]] = defaultdict(list)
+    busy: dict[str, list[Interval]] = defaultdict(list)
+    for batch in batches:
+        for engine in batch.engines:
+            available[engine].append(batch.window)
+        for index, start, end in zip(batch.engine.tolist(), batch.start_s.tolist(), batch.end_s.tolist(), strict=True):
+            busy[batch.engines[index]].append((start, end))
+    if within is not None:
+        available = defaultdict(list, {engine: clip(phases, within) for engine, phases in available.items()})
+    present = {engine: subtract(union(phases), evals) for engine, phases in available.items()}
+    idle = {engine: _gaps(phases, union(busy[engine])) for engine, phases in present.items()}
+    tail = union(interval for intervals in idle.values() for interval in intervals)
+    phases = union(interval for intervals in present.values() for interval in intervals)
+    engine_s = sum(seconds(intervals) for intervals in present.values())
+    idle_s = sum(seconds(intervals) for intervals in idle.values())
+    return Occupancy(
+        idle=idle,
+        tail=tail,
+        idle_share=idle_s / engine_s if engine_s else 0.0,
+        tail_share=seconds(tail) / seconds(phases) if phases else 0.0,
+    )
+
+
+def _gaps(phases: Sequence[Interval], busy: Sequence[Interval]) -> list[Interval]:
+    """`subtract` for many busy intervals: each phase looks only at those that touch it, so a long run stays linear."""
+    starts = np.array([start for start, _ in busy])
+    ends = np.array([end for _, end in busy])
+    gaps: list[Interval] = []
+    for phase in phases:
+        first, last = np.searchsorted(ends, phase[0], side="right"), np.searchsorted(starts, phase[1], side="left")
+        gaps += subtract([phase], busy[int(first) : int(last)])
+    return gaps
+
+
+def in_flight(
+    batches: Sequence[StepRollouts], within: Interval, engine: str | None = None
+) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """How many rollouts were in flight over time, on one engine or on all: edges of time, and a count between each
+    two."""
+    times, changes = [np.array(within)], [np.zeros(2, dtype=np.int64)]
+    for batch in batches:
+        chosen = batch.start_s < within[1]
+        chosen &= batch.end_s > within[0]
+        if engine is not None:
+            if engine not in batch.engines:
+                continue
+            chosen &= batch.engine == batch.engines.index(engine)
+        count = int(chosen.sum())
+        times += [batch.start_s[chosen].clip(*within), batch.end_s[chosen].clip(*within)]
+        changes += [np.ones(count, dtype=np.int64), np.full(count, -1, dtype=np.int64)]
+    edges, where = np.unique(np.concatenate(times), return_inverse=True)
+    steps = np.zeros(len(edges), dtype=np.int64)
+    np.add.at(steps, where, np.concatenate(changes))
+    return edges, np.cumsum(steps)[:-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """One figure as a person reads it."""
+
+    label: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """The headline figures of a run. None where the run did not record what is needed."""
+
+    name: str
+    num_steps: int
+    planned_steps: int | None
+    duration_s: float
+    accuracy_start: float | None
+    accuracy_end: float | None
+    """None until there is a second evaluation."""
+    reward_start: float | None
+    """Over all rollouts of the first few steps."""
+    reward_end: float | None
+    """None until there is a second step."""
+    tokens_per_s: float | None
+    """Median over steps."""
+    step_s: float | None
+    """Median over steps."""
+    generation_share: float | None
+    idle_share: float | None
+    tail_share: float | None
+    truncated_share: float | None
+    """Over all rollouts."""
+    num_engines_lost: int
+    num_redispatched: int
+
+    def headlines(self) -> list[Headline]:
+        """For a closing table or a page."""
+        steps = (
+            f"{self.num_steps}"
+            if self.planned_steps in (None, self.num_steps)
+            else f"{self.num_steps} of {self.planned_steps}"
+        )
+        return [
+            Headline(
+                label="Held-out accuracy",
+                value=_change(self.accuracy_start, self.accuracy_end),
+                note="first and last evaluation",
+            ),
+            Headline(
+                label="Reward",
+                value=_change(self.reward_start, self.reward_end),
+                note="mean of the first and last steps",
+            ),
+            Headline(label="Steps", value=steps, note=f"in {duration(self.duration_s)}"),
+            Headline(
+                label="Time per step",
+                value=_number(self.step_s, "{:.1f} s"),
+                note=f"median; {percent(self.generation_share)} of it generation",
+            ),
+            Headline(
+                label="Generation speed", value=_number(self.tokens_per_s, "{:,.0f} tokens/s"), note="median over steps"
+            ),
+            Headline(
+                label="Idle engine time",
+                value=percent(self.idle_share),
+                note=f"tail: {percent(self.tail_share)} of generation",
+            ),
+            Headline(label="Truncated rollouts", value=percent(self.truncated_share), note="cut off at max_tokens"),
+            Headline(
+                label="Engines lost",
+                value=f"{self.num_engines_lost}",
+                note=f"{self.num_redispatched} rollouts dispatched again",
+            ),
+        ]
+
+
+def summary(run: Path | RecordedRun) -> RunSummary:
+    """The headline figures of a run's directory."""
+    run = read_run(run) if isinstance(run, Path) else run
+    first, last = run.first_and_last()
+    whole = occupancy(run.rollouts, evals=run.eval_intervals) if run.rollouts else None
+    step_s, generation_s, speed = (
+        run.series("time/step"),
+        run.series("time/generation"),
+        run.series("rollout/tokens_per_s"),
+    )
+    lost = [event for event in run.events if event["what"] == "engine_lost"]
+    return RunSummary(
+        name=run.name,
+        num_steps=len(run.steps),
+        planned_steps=run.planned_steps,
+        duration_s=run.duration_s,
+        accuracy_start=run.evals[0][1] if run.evals else None,
+        accuracy_end=run.evals[-1][1] if len(run.evals) > 1 else None,
+        reward_start=reward_of(first),
+        reward_end=reward_of(last),
+        tokens_per_s=middle_of(speed),
+        step_s=middle_of(step_s),
+        generation_share=float(np.nansum(generation_s) / np.nansum(step_s)) if np.nansum(step_s) > 0 else None,
+        idle_share=whole.idle_share if whole else None,
+        tail_share=whole.tail_share if whole else None,
+        truncated_share=truncated_of(run, run.rollouts),
+        num_engines_lost=len(lost),
+        num_redispatched=sum(int(event.get("redispatched", 0)) for event in lost),
+    )
+
+
+def reward_of(batches: Sequence[StepRollouts]) -> float | None:
+    return float(np.concatenate([batch.reward for batch in batches]).mean()) if batches else None
+
+
+def truncated_of(run: RecordedRun, batches: Sequence[StepRollouts]) -> float | None:
+    """Share of these rollouts that were cut, each step weighed by its rollouts."""
+    shares = dict(zip(run.steps, run.series("rollout/truncated_share").tolist(), strict=True))
+    known = [
+        (shares[batch.step], len(batch.length)) for batch in batches if np.isfinite(shares.get(batch.step, np.nan))
+    ]
+    return (
+        Mean(sum(share * count for share, count in known), sum(count for _, count in known)).value() if known else None
+    )
+
+
+def middle_of(values: Floats) -> float | None:
+    finite = values[np.isfinite(values)].tolist()
+    return median(finite) if finite else None
+
+
+def smooth(values: Floats, size: int = 5) -> Floats:
+    """Centred mean that leaves out what is not a number and shrinks at the ends."""
+    half = size // 2
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return np.array([np.nan if np.isnan(window).all() else np.nanmean(window) for window in windows])
+
+
+def moved(start: float | None, end: float | None) -> str:
+    if start is None:
+        return "was not recorded"
+    if end is None:
+        return f"is {start:.2f} so far"
+    if abs(end - start) < 0.005:
+        return f"stayed at {end:.2f}"
+    return f"{'rose' if end > start else 'fell'} from {start:.2f} to {end:.2f}"
+
+
+def percent(share: float | None) -> str:
+    if share is None:
+        return "n/a"
+    return f"{100 * share:.1f} %" if 0 < share < 0.095 else f"{100 * share:.0f} %"
+
+
+def duration(duration_s: float) -> str:
+    if duration_s < 120:
+        return f"{duration_s:.0f} s"
+    return f"{duration_s / 60:.0f} min" if duration_s < 7200 else f"{duration_s / 3600:.1f} h"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "n/a" if value is None else form.format(value)
+
+
+def _change(start: float | None, end: float | None) -> str:
+    return _number(start, "{:.3f}") + ("" if end is None else f" → {end:.3f}")

@@ -1,0 +1,120 @@
+"""vLLM's settings for our engines: arguments, sampling parameters, and the environment of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from paceline.config import EngineConfig, SpeculationConfig
+from paceline.fp8 import ROUTERS
+from paceline.rollout.internals.platform import on_cpu
+from paceline.rollout.sampler import refuse_lossy
+from paceline.rollout.speculation import FP8_WEIGHTS, scheduler_class, scheduler_settings, speculative_config
+from paceline.types import RolloutRequest
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+
+def engine_args(
+    model_path: Path, config: EngineConfig, seed: int, speculation: SpeculationConfig | None = None
+) -> AsyncEngineArgs:
+    """The settings of one engine."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    cpu, fp8 = on_cpu(), config.weights == "fp8"
+    args = AsyncEngineArgs(
+        model=str(model_path),
+        skip_tokenizer_init=True,  # token ids in, token ids out
+        dtype=config.dtype,
+        seed=seed,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        tensor_parallel_size=config.tensor_parallel_size,
+        enforce_eager=not config.compile,
+        kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) if cpu else None,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        quantization=FP8_WEIGHTS if fp8 else None,
+        # Besides what vLLM leaves alone by itself: embeddings, norms and the output head.
+        quantization_config={"ignore": [f"*.{router}" for router in ROUTERS]} if fp8 else None,
+        kv_cache_dtype="fp8" if config.kv_cache == "fp8" else "auto",
+        enable_sleep_mode=not cpu,
+        enable_prefix_caching=True,  # the rollouts of a group share their prompt
+        # On the CPU, vLLM 0.32 dies ("CPU Generator does not use offset") when the prefill of a seeded request is cut
+        # in two.
+        enable_chunked_prefill=not cpu,
+        max_num_batched_tokens=max(2048, config.max_model_len) if cpu else None,
+        logprobs_mode="processed_logprobs",  # the default is before temperature: not what tokens were drawn from
+        generation_config="vllm",  # a checkpoint's own top_p or penalties would change the distribution behind our back
+        weight_transfer_config=cast("Any", {"backend": "paceline"}),
+        worker_extension_cls="paceline.rollout.worker.WorkerExtension",
+        disable_log_stats=True,  # vLLM's own loggers; ours stays
+    )
+    if speculation is not None:
+        args.speculative_config = speculative_config(speculation, config)
+        refuse_lossy(args.speculative_config)
+        args.scheduler_cls = scheduler_class(speculation, cpu=cpu)
+        args.additional_config = {"paceline": scheduler_settings(speculation)}
+        args.per_request_spec_decode_metrics = "summary"
+    return args
+
+
+def sampling_params(request: RolloutRequest, stop_token_ids: Sequence[int]) -> SamplingParams:
+    """The sampling parameters of one request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        seed=request.seed,
+        stop_token_ids=list(stop_token_ids),
+        logprobs=0,  # of the sampled token and no other
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def set_environment(config: EngineConfig, cpus: Sequence[int] | None, *, core_in_process: bool = False) -> None:
+    """Set what vLLM's processes inherit; vLLM reads some of it when it is imported."""
+    if core_in_process:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["DO_NOT_TRACK"] = "1"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(config.start_deadline_s) + 1)
+    # A worker on the CPU does not end when it is asked to; after this long vLLM makes it end, in time to tidy up behind
+    # it.
+    os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if cpus is None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        return
+    per_worker, rest = divmod(len(cpus), config.tensor_parallel_size)
+    if rest or not per_worker:
+        raise ValueError(
+            f"cpus: got {len(cpus)} for tensor_parallel_size {config.tensor_parallel_size}; must be a multiple "
+            "because each worker "
+            "gets the same number"
+        )
+    shares = [cpus[i : i + per_worker] for i in range(0, len(cpus), per_worker)]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    os.environ["OMP_NUM_THREADS"] = str(per_worker)
+    # vLLM cannot read back on the CPU what it compiled ahead of time and would compile at every start; its other cache
+    # works.
+    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+
+
+def end_tokens(model_path: Path) -> list[int]:
+    """End-of-sequence ids of a checkpoint. Without a tokenizer vLLM does not look for them."""
+    for file in (model_path / "generation_config.json", model_path / "config.json"):
+        if file.is_file():
+            end = json.loads(file.read_text()).get("eos_token_id")
+            if end is not None:
+                return [end] if isinstance(end, int) else list(end)
+    return []

@@ -1,0 +1,123 @@
+"""Counters of an engine: vLLM's statistics of every step, and what the chosen draft lengths brought.
+
+All of them are totals since the engine's start, so a reader that misses an answer misses nothing; rates and shares are
+made by the reader, from differences (`orchestrator/engine_counters.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from paceline.rollout.internals import stats
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+    from paceline.selector.cost import Step
+
+BIN_S = 0.25
+MOST_BINS = 256
+
+
+class EngineCounters:
+    """vLLM's statistics of each step, summed. Given to vLLM as its stat logger: it sees tokens that FINAL_ONLY hides
+    from us."""
+
+    def __init__(self) -> None:
+        self._heard_s = time.monotonic()
+        self._totals: dict[str, float] = dict.fromkeys(stats.TOTALS, 0.0)
+        self._now: dict[str, float] = dict.fromkeys(stats.GAUGES, 0.0)
+        self._kv_usage_max = 0.0
+
+    def touch(self) -> None:
+        """Start the wait for the next token here."""
+        self._heard_s = time.monotonic()
+
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_s
+
+    def read(self) -> dict[str, float]:
+        """Totals and present values by metric key; `engine/kv_usage_max` is the maximum since the last call."""
+        highest, self._kv_usage_max = max(self._kv_usage_max, self._now["kv_usage"]), self._now["kv_usage"]
+        values = self._totals | self._now | {"kv_usage_max": highest}
+        return {f"engine/{key}": value for key, value in values.items()}
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: object = None,
+        engine_idx: int = 0,
+    ) -> None:
+        counted = stats.totals(scheduler_stats, iteration_stats)
+        if counted.get("generated_tokens"):
+            self.touch()
+        for key, value in counted.items():
+            self._totals[key] += value
+        if scheduler_stats is not None:
+            self._now = stats.gauges(scheduler_stats)
+            self._kv_usage_max = max(self._kv_usage_max, self._now["kv_usage"])
+
+    def log(self) -> None:
+        """vLLM asks for a log line; the numbers leave through `read` instead."""
+
+    def log_engine_initialized(self) -> None:
+        """As above."""
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None:
+        """As above."""
+
+
+class DraftCounters:
+    """Draft lengths of a scheduler's steps, and what they brought, against what the selector expected of them."""
+
+    def __init__(self, max_draft_length: int) -> None:
+        self._steps_at = [0] * (max_draft_length + 1)
+        self._predicted_s = self._expected_tokens = self._measured_tokens = 0.0
+
+    def add(self, step: Step, expected_rate: float | None) -> None:
+        """`expected_rate`: tokens per second that the selector expected of the draft length that this step verifies."""
+        self._steps_at[min(step.drafted, len(self._steps_at) - 1)] += 1
+        # A step that also computes prompts is not what the selector's rate is about.
+        if expected_rate is not None and not step.num_prefill_tokens:
+            self._predicted_s += step.seconds
+            self._expected_tokens += expected_rate * step.seconds
+            self._measured_tokens += step.num_emitted
+
+    def totals(self) -> dict[str, float]:
+        return {f"steps_at_k{k}": float(steps) for k, steps in enumerate(self._steps_at)} | {
+            "predicted_s": self._predicted_s,
+            "expected_tokens": self._expected_tokens,
+            "measured_tokens": self._measured_tokens,
+        }
+
+
+class Timeline:
+    """Draft length, acceptance and batch size in bins of time, bounded: when there are too many bins, each two become
+    one."""
+
+    def __init__(self) -> None:
+        self._width_s = BIN_S
+        self._bins: dict[int, list[float]] = {}
+
+    def add(self, now_s: float, step: Step) -> None:
+        """`now_s` is on the machine-wide monotonic clock, which rollouts are timed by as well."""
+        verifications = step.proposed_at[0] if step.proposed_at else 0
+        new = (1, step.drafted, verifications, sum(step.accepted_at), step.num_requests)
+        self._merge(self._bins, int(now_s // self._width_s), new)
+        if len(self._bins) > MOST_BINS:
+            wider: dict[int, list[float]] = {}
+            for number, row in self._bins.items():
+                self._merge(wider, number // 2, row)
+            self._bins, self._width_s = wider, 2 * self._width_s
+
+    def take(self) -> list[list[float]]:
+        """Rows in the order of `types.DraftBin`'s fields, those since the last call."""
+        rows = [[number * self._width_s, self._width_s, *row] for number, row in sorted(self._bins.items())]
+        self._bins, self._width_s = {}, BIN_S
+        return rows
+
+    @staticmethod
+    def _merge(bins: dict[int, list[float]], number: int, row: tuple[float, ...] | list[float]) -> None:
+        bins[number] = [a + b for a, b in zip(bins.get(number, [0.0] * len(row)), row, strict=True)]

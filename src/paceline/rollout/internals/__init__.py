@@ -1,0 +1,1 @@
+"""Every private part of vLLM that Paceline touches, one file a subject."""

@@ -1,0 +1,57 @@
+"""Scales of an FP8 KV cache: where attention kernels read them.
+
+Relies on
+    vllm/model_executor/layers/attention/attention.py   `_{q,k,v}_scale`, `_{q,k,v}_scale_float`, `_{k,v}_scale_cpu`
+    vllm/model_executor/models/utils.py                 extract_layer_index
+    vllm/utils/torch_utils.py                           is_quantized_kv_cache
+
+because vLLM takes scales from a checkpoint only, and sets them back to 1 in a reload. A worker method `set_kv_scales`
+would let this go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.fp8 import KvScales
+
+
+def scaled_attention(model: torch.nn.Module) -> list[tuple[int, Any]]:
+    """Attention layers whose KV cache is in FP8, with their index in the model."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models.utils import extract_layer_index
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+
+    layers = (module for module in model.modules() if isinstance(module, Attention))
+    return [
+        (extract_layer_index(layer.layer_name), layer)
+        for layer in layers
+        if is_quantized_kv_cache(layer.kv_cache_dtype)
+    ]
+
+
+def set_kv_scales(model: torch.nn.Module, scales: KvScales) -> None:
+    """Put scales where attention kernels read them: some from a tensor, some from a number beside it.
+
+    The KV cache must be empty or computed anew: it was written with the old scales (`VllmEngine.on_new_weights`).
+    """
+    for layer, attention in scaled_attention(model):
+        for part, scale in (("q", scales.q[layer]), ("k", scales.k[layer]), ("v", scales.v[layer])):
+            getattr(attention, f"_{part}_scale").fill_(scale)
+            setattr(attention, f"_{part}_scale_float", scale)
+        attention._k_scale_cpu.fill_(scales.k[layer])
+        attention._v_scale_cpu.fill_(scales.v[layer])
+
+
+def held_kv_scales(model: torch.nn.Module) -> dict[str, tuple[float, float]]:
+    """Every scale by its name in `KvScales.named`, read from the tensor and from the number beside it."""
+    return {
+        f"kv_scales.layers.{layer}.{part}": (
+            float(getattr(attention, f"_{part}_scale")),
+            getattr(attention, f"_{part}_scale_float"),
+        )
+        for layer, attention in scaled_attention(model)
+        for part in "qkv"
+    }

@@ -1,0 +1,111 @@
+"""vLLM's own rejection sampler, called on tensors that the caller chose.
+
+An engine hides its sampler behind a model, so that what it draws from is never exactly known. Here the target and the
+draft are given, and the sampler is the one that the engine runs: `RejectionSampler.forward`, with the expansion of
+per-request temperatures and the sampling of the bonus token in it, and on the CPU with the kernels that vLLM installs
+in its workers.
+
+Relied upon:
+  vllm/v1/sample/rejection_sampler.py         RejectionSampler
+  vllm/v1/spec_decode/metadata.py             all fields of SpecDecodeMetadata
+  vllm/v1/sample/metadata.py                  all fields of SamplingMetadata
+  vllm/v1/spec_decode/llm_base_proposer.py    compute_probs_and_sample_next_token
+
+Certify needs it; it goes when vLLM offers its rejection sampler as a function of logits and drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.rollout.internals.sampler_fix import install_cpu_kernels
+
+if TYPE_CHECKING:
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+# Dimensions: B requests, K draft tokens each, L = K + 1 logit rows (the last is the bonus token's), V vocabulary.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Verification:
+    """One verification step."""
+
+    draft_ids_BK: torch.Tensor
+    draft_probs_BKV: torch.Tensor | None
+    """What the drafts were drawn from; None for drafts without a distribution (n-gram, greedy), which count as
+    one-hot."""
+    logits_BLV: torch.Tensor
+    """Logits of the policy, before temperature."""
+    temperature_B: torch.Tensor
+
+
+def rejection_sample(step: Verification) -> torch.Tensor:
+    """What vLLM emits: ids_BL, with -1 after the last emitted token of a request."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    install_cpu_kernels()
+    num_requests, num_drafts = step.draft_ids_BK.shape
+    vocabulary = step.logits_BLV.shape[-1]
+    row_BL = torch.arange(num_requests * (num_drafts + 1), dtype=torch.int32).view(num_requests, num_drafts + 1)
+    metadata = SpecDecodeMetadata(
+        draft_token_ids=step.draft_ids_BK.reshape(-1).to(torch.int32),
+        num_draft_tokens=[num_drafts] * num_requests,
+        cu_num_draft_tokens=torch.arange(1, num_requests + 1, dtype=torch.int32) * num_drafts,
+        cu_num_sampled_tokens=torch.arange(1, num_requests + 1, dtype=torch.int32) * (num_drafts + 1),
+        target_logits_indices=row_BL[:, :-1].reshape(-1),
+        bonus_logits_indices=row_BL[:, -1].contiguous(),
+        logits_indices=row_BL.view(-1),
+    )
+    probs_BKV = step.draft_probs_BKV
+    sampler = RejectionSampler(Sampler(logprobs_mode="processed_logprobs"))
+    output = sampler(
+        metadata,
+        None if probs_BKV is None else probs_BKV.reshape(-1, vocabulary).contiguous(),
+        step.logits_BLV.reshape(-1, vocabulary),
+        _sampling_metadata(step.temperature_B),
+    )
+    return output.sampled_token_ids.to(torch.int64)
+
+
+def draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draft tokens and their distribution, as vLLM's probabilistic proposer makes them of a drafter's logits."""
+    from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_token
+
+    install_cpu_kernels()
+    num_requests, num_drafts, vocabulary = logits_BKV.shape
+    temperature_N = temperature_B.repeat_interleave(num_drafts)
+    ids_N, probs_NV = compute_probs_and_sample_next_token(
+        logits_BKV.reshape(-1, vocabulary).clone(), _sampling_metadata(temperature_N)
+    )
+    return ids_N.view(num_requests, num_drafts), probs_NV.view(num_requests, num_drafts, vocabulary)
+
+
+def _sampling_metadata(temperature_B: torch.Tensor) -> SamplingMetadata:
+    """Temperature and nothing else: no truncation, no penalties."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    nothing = torch.empty(0)
+    return SamplingMetadata(
+        temperature=temperature_B,
+        all_greedy=False,
+        all_random=True,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=nothing,
+        presence_penalties=nothing,
+        repetition_penalties=nothing,
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )

@@ -1,0 +1,106 @@
+"""The one function of vLLM that is replaced, because with it speculation samples from a wrong distribution.
+
+Under speculation on the CPU, vLLM 0.32 and before take per-token temperature, top_k and top_p from uninitialised memory
+(vLLM issue 55005): what is sampled at a temperature above 0 is wrong, while greedy output is right. `sampler_is_sound`
+asks the function at fault; `mend_sampler` replaces it where, and only where, the answer is no. vLLM 0.30 moreover dies
+in its first verification, because it keeps its sampler's CPU kernels where nothing calls them; `install_cpu_kernels`
+puts them where it calls.
+
+Relied upon:
+  vllm/v1/sample/rejection_sampler.py   expand_batch_to_tokens, a global that its callers look up; expand_kernel
+  vllm/triton_utils/dispatcher.py       KernelOverride (0.31 and later)
+  vllm/utils/cpu_triton_utils.py        *_kernel (0.30)
+  vllm/platforms/interface.py           register_triton_kernel_overrides
+
+Goes when no supported vLLM needs it: `test_probe_sees_the_fault_of_the_cpu_sampler` fails on the first that does not.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def sampler_is_sound() -> bool:
+    """Whether vLLM's rejection sampler gives every draft token the temperature of its own request."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    install_cpu_kernels()
+    device = current_platform.device_type
+    temperature_B = torch.tensor([0.6, 1.3, 2.5], device=device)
+    ends_B = torch.tensor([2, 5, 6], dtype=torch.int32, device=device)
+    expected_T = torch.tensor([0.6, 0.6, 1.3, 1.3, 1.3, 2.5])
+    # Memory left over from an earlier right answer would look right again, so the allocator's free block is dirtied
+    # first.
+    torch.full((6,), -1.0, device=device)
+    try:
+        expanded_T = rejection_sampler.expand_batch_to_tokens(temperature_B, ends_B, 6)
+    except TypeError:  # vLLM 0.30 calls a kernel that is not there
+        return False
+    return torch.equal(expanded_T.cpu(), expected_T)
+
+
+def install_cpu_kernels() -> None:
+    """On the CPU vLLM replaces its Triton kernels, one of them faulty, when a worker starts; without a worker we ask
+    for it."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if not current_platform.is_cpu():
+        return
+    try:
+        from vllm.triton_utils.dispatcher import KernelOverride
+    except ModuleNotFoundError:
+        # vLLM 0.30: its worker puts them beside the sampler's dispatchers, and the first draft kills it.
+        from vllm.utils import cpu_triton_utils
+
+        for name in ("rejection_greedy_sample", "rejection_random_sample", "sample_recovered_tokens"):
+            getattr(rejection_sampler, f"_{name}").kernel = getattr(cpu_triton_utils, f"{name}_kernel")
+        return
+    if isinstance(rejection_sampler.expand_kernel, KernelOverride):
+        return
+    # It looks at every attribute of every module, deprecated ones too, and stumbles over one of llvmlite, which numba
+    # brings.
+    llvmlite = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "llvmlite"}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            current_platform.register_triton_kernel_overrides()
+    finally:
+        sys.modules.update(llvmlite)
+
+
+def mend_sampler() -> bool:
+    """Replace the one function at fault, if this vLLM has the fault; True when it did. Runs in every vLLM process at
+    its start."""
+    from vllm.platforms import current_platform
+
+    # Only the CPU has the fault, and asking would initialise CUDA in processes that vLLM is going to fork.
+    if not current_platform.is_cpu() or sampler_is_sound():
+        return False
+    from vllm.logger import init_logger
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+    if not sampler_is_sound():
+        raise RuntimeError(
+            "vLLM's rejection sampler no longer uses expand_batch_to_tokens as it did; speculation would be wrong"
+        )
+    init_logger("vllm.plugins.paceline").warning(
+        "replaced expand_batch_to_tokens, which reads uninitialised memory on the CPU (vLLM issue 55005)"
+    )
+    return True
+
+
+def _expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """[a, b] with ends [2, 5] becomes [a, a, b, b, b]."""
+    lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(lengths, output_size=num_tokens)

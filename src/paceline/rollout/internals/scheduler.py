@@ -1,0 +1,87 @@
+"""What of vLLM's scheduler the selector needs: who is in the batch, how far to draft next, and what a step did.
+
+Relied upon:
+  vllm/v1/core/sched/scheduler.py    Scheduler: `running` and `waiting` (requests with `num_tokens`), `num_spec_tokens`,
+                                     `max_num_running_reqs`, `vllm_config`; `dynamic_sd_lookup`, a list by batch size
+                                     that `schedule` reads for SchedulerOutput.num_spec_tokens_to_schedule; the methods
+                                     schedule, update_from_output and update_draft_token_ids, which AsyncScheduler has
+  vllm/v1/core/sched/output.py       SchedulerOutput: num_scheduled_tokens, total_num_scheduled_tokens,
+                                     scheduled_spec_decode_tokens, num_spec_tokens_to_schedule
+  vllm/v1/outputs.py                 ModelRunnerOutput: sampled_token_ids, req_id_to_index; DraftTokenIds
+
+A step has no number of its own in vLLM. Its SchedulerOutput goes through the engine as one object, so the scheduler
+knows a step by the identity of that object and keeps the object until its results are there.
+
+Goes when vLLM has a `set_draft_length` and tells a scheduler what a step took.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.selector.cost import Step
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+
+def num_requests(scheduler: Scheduler) -> int:
+    """Requests that the next step may have."""
+    return min(len(scheduler.running) + len(scheduler.waiting), scheduler.max_num_running_reqs)
+
+
+def context_tokens(scheduler: Scheduler) -> int:
+    """Tokens of all running requests."""
+    return sum(request.num_tokens for request in scheduler.running)
+
+
+def set_draft_length(scheduler: Scheduler, table: list[int] | None) -> None:
+    """Have the next step drafted for by this table: a draft length for every batch size. None without speculation."""
+    scheduler.dynamic_sd_lookup = table
+
+
+def cut_drafts(scheduler: Scheduler, drafts: DraftTokenIds) -> None:
+    """Drop what was drafted beyond the chosen length: a proposer of vLLM's `custom_class` is not told the length."""
+    if scheduler.dynamic_sd_lookup is not None:
+        for tokens in drafts.draft_token_ids:
+            del tokens[scheduler.dynamic_sd_lookup[-1] :]
+
+
+def emitted(output: SchedulerOutput, results: ModelRunnerOutput) -> dict[str, int]:
+    """Tokens that each request of the step was given; empty for a step that samples nothing."""
+    sampled = results.sampled_token_ids
+    if not sampled:
+        return {}
+    rows = results.req_id_to_index
+    return {request_id: len(sampled[rows[request_id]]) for request_id in output.num_scheduled_tokens}
+
+
+def drafted(output: SchedulerOutput) -> dict[str, int]:
+    """Draft tokens of each request that had any to verify."""
+    return {request_id: len(tokens) for request_id, tokens in output.scheduled_spec_decode_tokens.items()}
+
+
+def step(output: SchedulerOutput, emitted: dict[str, int], context_tokens: int, seconds: float) -> Step:
+    """What a step did, as the selector is shown it."""
+    drafts = drafted(output)
+    verified = max(drafts.values(), default=0)
+    proposed_at, accepted_at = [0] * verified, [0] * verified
+    for request_id, length in drafts.items():
+        for position in range(length):
+            proposed_at[position] += 1
+        for position in range(min(emitted[request_id] - 1, length)):
+            accepted_at[position] += 1
+    num_in_batch = len(output.num_scheduled_tokens)
+    return Step(
+        num_requests=num_in_batch,
+        num_prefill_tokens=max(0, output.total_num_scheduled_tokens - num_in_batch - sum(drafts.values())),
+        context_tokens=context_tokens,
+        verified=verified,
+        drafted=output.num_spec_tokens_to_schedule,
+        seconds=seconds,
+        proposed_at=tuple(proposed_at),
+        accepted_at=tuple(accepted_at),
+        num_emitted=sum(emitted.values()),
+    )

@@ -1,0 +1,186 @@
+"""The weight wire as vLLM sees it: backend `paceline`, which checks a whole push before it touches the model.
+
+vLLM keeps one backend per worker, for policy and drafter. The message says which transport its bytes take
+(`paceline.weights`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from paceline.rollout.internals.drafter_model import shared_with_policy
+from paceline.rollout.internals.fp8_layers import codes_in_order, held_scale, quantised_layers
+from paceline.rollout.internals.kv_scales import held_kv_scales, scaled_attention, set_kv_scales
+from paceline.rollout.internals.reload import finish_loading, load_weights, reload_problem
+from paceline.types import PacelineError, PushRefusedError
+from paceline.weights.check import TensorSpec, check_precision, check_push, inventory
+from paceline.weights.distributed import DistributedReceiver, GroupAddress
+from paceline.weights.fingerprint import quantised_fingerprints, scale_fingerprint
+from paceline.weights.message import Push, PushReport, Target
+from paceline.weights.shared_memory import ShmReceiver
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """Only for the distributed transport: a push through shared memory names its segment."""
+
+    address: dict[str, Any]
+    """A `GroupAddress`."""
+    first_rank: int
+    """The rank of the engine's first worker."""
+
+
+@dataclass
+class PushInfo(WeightTransferUpdateInfo):
+    """A push, and the memory that holds its bytes."""
+
+    push: Push
+    memory: torch.Tensor
+
+
+class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
+    """Backend `paceline`."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = PushInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.applied: dict[Target, PushReport] = {}
+        self.weights_unknown = False
+        """True from before the first byte is written into a model until after the last: a worker that failed in between
+        holds parts of two versions."""
+        self._shared_memory = ShmReceiver()
+        self._distributed = DistributedReceiver(self.device)
+        self._expected: dict[str, Mapping[str, TensorSpec]] = {}
+        self._loading: tuple[Push, float, float] | None = None
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        self._distributed.join(GroupAddress(**init_info.address), init_info.first_rank + self.parallel_config.rank)
+
+    def fetch(self, push: Push) -> torch.Tensor:
+        """The bytes of a push."""
+        return self._distributed.fetch(push) if push.transport == "distributed" else self._shared_memory.fetch(push)
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: vLLM's reload takes the old weights away as it begins, and a refused push must leave them in
+        place."""
+
+    def receive_weights(self, update_info: PushInfo) -> None:
+        push = update_info.push
+        started_s = time.monotonic()
+        if push.target == "policy":
+            fp8_weights = any(True for _ in quantised_layers(self.model))
+            check_precision(push, fp8_weights=fp8_weights, num_kv_scales=len(scaled_attention(self.model)))
+        weights = check_push(push, self._inventory(), update_info.memory)
+        self._loading = (push, started_s, time.monotonic())
+        self.weights_unknown = True
+        load_weights(self.model, weights)
+
+    def finish_weight_update(self) -> None:
+        assert self._loading is not None, "receive_weights comes first"
+        push, started_s, verified_s = self._loading
+        finish_loading(self.model, self.model_config)
+        held = {entry.name: entry.fingerprint for entry in push.entries}  # as found here: `check_push` raises otherwise
+        if push.kv_scales is not None:
+            set_kv_scales(self.model, push.kv_scales)
+        if push.target == "policy":
+            held |= _held_fp8(self.model)
+        self.applied[push.target] = PushReport(
+            version=push.version,
+            fingerprints=held,
+            verify_s=verified_s - started_s,
+            load_s=time.monotonic() - verified_s,
+        )
+        self._loading = None
+        self.weights_unknown = False
+
+    def shutdown(self) -> None:
+        self._shared_memory.close()
+        self._distributed.close()
+
+    def _inventory(self) -> Mapping[str, TensorSpec]:
+        checkpoint = self.model_config.model  # the drafter's while the drafter is the target
+        if checkpoint not in self._expected:
+            self._expected[checkpoint] = inventory(checkpoint)
+        return self._expected[checkpoint]
+
+
+def receive_push(worker: Worker, push: Push) -> PushReport:
+    """One push through vLLM's own lifecycle. A refusal is an answer and not an error: vLLM's rpc would turn an error
+    into text."""
+    receiver = _receiver(worker)
+    try:
+        memory = receiver.fetch(push)  # in any case: a broadcast waits for every worker, also for one that refuses
+        if push.target == "drafter":
+            _refuse_drafter(worker, push)
+            worker.start_draft_weight_update()
+        else:
+            worker.start_weight_update()
+        worker.update_weights({"push": push, "memory": memory})
+    except PushRefusedError as error:
+        return PushReport(version=push.version, refused=str(error))
+    worker.finish_weight_update()
+    return receiver.applied[push.target]
+
+
+def applied(worker: Worker) -> Mapping[Target, PushReport]:
+    """What the worker's models hold, as far as pushes brought it. A model that no push has reached holds its
+    checkpoint."""
+    receiver = _receiver(worker)
+    if receiver.weights_unknown:
+        raise PacelineError("a push failed after it had begun to change the model: nobody knows what it holds")
+    return receiver.applied
+
+
+def held_fp8(worker: Worker) -> dict[str, str]:
+    """Fingerprints of the policy's quantised layers and KV scales, taken now from the memory that its kernels read."""
+    return _held_fp8(worker.get_model())
+
+
+def _receiver(worker: Worker) -> PushReceiver:
+    receiver = worker.weight_transfer_engine
+    if not isinstance(receiver, PushReceiver):
+        raise PacelineError(
+            f"weight_transfer_config: got backend {type(receiver).__name__}; must be paceline to receive a push"
+        )
+    return receiver
+
+
+def _refuse_drafter(worker: Worker, push: Push) -> None:
+    if not worker.supports_draft_weight_updates():
+        raise PushRefusedError("drafter: this engine runs without one")
+    speculation = worker.speculative_config
+    if (problem := reload_problem(None if speculation is None else speculation.method)) is not None:
+        raise PushRefusedError(f"drafter: {problem}")
+    if shared := shared_with_policy(worker) & {entry.name.split(".")[0] for entry in push.entries}:
+        raise PushRefusedError(
+            f"drafter: vLLM shares {', '.join(sorted(shared))} between drafter and policy, because they were equal "
+            "when it loaded them, and a push would overwrite the policy's: start from "
+            f"drafter: vLLM shares {', '.join(sorted(shared))} between drafter and policy, because they were equal "
+            "when it loaded them, and a push would overwrite the policy's: start from "
+            "`drafters.checkpoint.with_own_embeddings`"
+        )
+
+
+def _held_fp8(model: torch.nn.Module) -> dict[str, str]:
+    held: dict[str, str] = {}
+    for name, layer in quantised_layers(model):
+        held |= quantised_fingerprints(name, codes_in_order(layer), held_scale(layer))
+    for name, copies in held_kv_scales(model).items():
+        # Where the two copies of a scale differ, its fingerprint is neither's.
+        held[name] = "+".join(sorted({scale_fingerprint(scale) for scale in copies}))
+    return held

@@ -1,0 +1,387 @@
+"""Learns from the engine's steps what a step costs and how many tokens a draft of length k yields.
+
+The selector needs one number, the tokens per second that the engine settles at with draft length k on a batch of B
+requests:
+
+    rate(B, k) = B * (1 + sum_{j<=k} S_j) / T(B, verified=k, drafted=k)          S_j = h_1 * ... * h_j
+
+**Step time T.** A sum of costs that cannot be negative: T = sum_i w_i * x_i, where x holds a constant (weights are read
+once), the requests, the tokens to verify (cut into segments with a slope each: flat while the step is bound by memory,
+steep once it is bound by compute), the first drafter pass and the further ones (each with a part per request), and the
+context. So what is learnt at 60 requests holds at 50, and a longer draft is never cheaper. The state is theta = log w,
+and the observation is log T, because noise on a shared machine is multiplicative; it is followed by an extended Kalman
+filter:
+
+    g = d log T / d theta = w * x / T  (the share of each cost in the step; sums to 1)
+    theta += P g / (g'Pg + R) * (log seconds - log T),      P -= P g g'P / (g'Pg + R),      P += Q in every step
+
+Q lets the filter follow a machine whose speed drifts: all thetas move together, fast (`DRIFT_TOGETHER`), and each
+alone, slowly (`DRIFT_ALONE`). A slower machine is then read as just that and leaves the ratios between draft lengths
+alone, which are all that a choice depends on. Single steps that are several times too slow count little: R grows with
+the square of a surprise, as under Student's t.
+
+**Yield S.** h_j is the probability that position j is accepted if all before it were. A position that was not proposed
+counts as not accepted, so the sum above is also right for a drafter that proposes less than it was asked for. Counts
+are pooled over batch sizes and forgotten slowly; a short memory beside the long one notices a drafter or policy that
+has changed, and then both start again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.selector.cost_file import Costs
+
+Array = npt.NDArray[np.float64]
+
+TOKEN_KNOTS = (0.0, 8.0, 32.0, 128.0, 512.0)
+"""Numbers of tokens to verify at which the cost of one more may change."""
+
+# Costs, the prior median of each relative to the constant one, and the deviation of its logarithm.
+_PRIOR = (
+    ("constant", 1.0, 0.5),
+    ("request", 0.01, 1.2),
+    *((f"token_from_{knot:.0f}", 0.012, 1.2) for knot in TOKEN_KNOTS),
+    ("verification", 0.03, 1.0),
+    ("first_pass", 0.03, 1.2),
+    ("first_pass_request", 0.001, 1.2),
+    ("further_pass", 0.05, 1.0),
+    ("further_pass_request", 0.002, 1.2),
+    ("context", 2e-6, 1.5),
+    ("context_verified", 5e-7, 1.5),
+)
+COSTS = tuple(name for name, _, _ in _PRIOR)
+_TOKENS = slice(2, 2 + len(TOKEN_KNOTS))
+_CONTEXT = slice(len(COSTS) - 2, len(COSTS))
+_SEGMENTS = tuple(zip(TOKEN_KNOTS, (*(b - a for a, b in pairwise(TOKEN_KNOTS)), math.inf), strict=True))
+
+DRIFT_TOGETHER = 0.03
+DRIFT_ALONE = 0.004
+"""Standard deviations of the random walk per step: of all log costs together, and of each alone."""
+SEGMENT_CORRELATION = 0.8
+"""Prior correlation between the slopes of neighbouring token segments: what is learnt on one informs the next."""
+STUDENT = 4.0
+"""Degrees of freedom of the noise: a step that is z deviations off counts 1 / (1 + z^2 / STUDENT)."""
+LARGEST_MOVE = 0.7
+"""Largest change of a log cost in one step; the filter is linear only locally."""
+
+LONG_MEMORY = 1 - 1 / 200
+SHORT_MEMORY = 1 - 1 / 16
+"""Share of the acceptance counts that remains after a step."""
+SURPRISE = 4.0
+"""Standard deviations between the short and the long memory at which the long one is given up."""
+PRIOR_ACCEPTANCE = 0.5
+PRIOR_TRIALS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What the scheduler saw of one engine step."""
+
+    num_requests: int
+    num_prefill_tokens: int
+    """Prompt tokens computed in it; 0 is pure decoding. Steps with prefill teach acceptance, not cost."""
+    context_tokens: int
+    """Sum of the requests' context lengths."""
+    verified: int
+    """Draft length that was verified in this step, chosen one step earlier; 0 is none."""
+    drafted: int
+    """Draft length asked of the drafter in this step, to be verified in the next."""
+    seconds: float
+    proposed_at: tuple[int, ...]
+    """[j] = requests that had a draft token at position j; model-free drafters may propose fewer than asked."""
+    accepted_at: tuple[int, ...]
+    """[j] = how many of these had position j accepted."""
+    num_emitted: int
+
+
+class StepTime:
+    """The step time model: log w of every cost, and their covariance."""
+
+    def __init__(self) -> None:
+        deviation = np.array([deviation for _, _, deviation in _PRIOR])
+        correlation = np.eye(len(COSTS))
+        segment = np.arange(len(TOKEN_KNOTS))
+        correlation[_TOKENS, _TOKENS] = SEGMENT_CORRELATION ** abs(segment[:, None] - segment[None, :])
+        self.log_cost: Array = np.log([median for _, median, _ in _PRIOR])
+        self.covariance: Array = correlation * np.outer(deviation, deviation)
+        self.noise = 0.15**2
+        self.num_observed = 0
+        self._lowest = self.log_cost - 4 * deviation
+        self._widest = deviation**2
+        self._drift = DRIFT_TOGETHER**2 + DRIFT_ALONE**2 * np.eye(len(COSTS))
+        self._cost: Array = np.exp(self.log_cost)
+        self._knots = np.array(TOKEN_KNOTS)
+        self._widths = np.array([width for _, width in _SEGMENTS])
+        self._fixed: dict[tuple[int, int], Array] = {}
+
+    def features(self, num_requests: int, num_tokens: float, verified: int, drafted: int, context: float) -> Array:
+        """Return x of one step, in the order of COSTS; `num_tokens` to verify include one per request."""
+        further = max(drafted - 1, 0)
+        first = 1.0 if drafted else 0.0
+        segments = [min(max(num_tokens - knot, 0.0), width) for knot, width in _SEGMENTS]
+        verification = 1.0 if verified else 0.0
+        passes = (first, first * num_requests, further, further * num_requests)
+        return np.array(
+            (1.0, num_requests, *segments, verification, *passes, context, context * verified), dtype=np.float64
+        )
+
+    def curve(self, num_requests: int, num_tokens_K: Array, context: float) -> tuple[Array, Array]:
+        """Return seconds at verified = drafted = 0..k, and the share of each cost in them (the gradient of their
+        logarithm)."""
+        key = (num_requests, len(num_tokens_K))
+        if key not in self._fixed:
+            self._fixed[key] = np.stack([self.features(num_requests, 0, k, k, 1.0) for k in range(len(num_tokens_K))])
+        x_KF = self._fixed[key].copy()
+        x_KF[:, _TOKENS] = np.minimum(np.maximum(num_tokens_K[:, None] - self._knots, 0.0), self._widths)
+        x_KF[:, _CONTEXT] *= context
+        seconds_K = x_KF @ self._cost
+        x_KF *= self._cost
+        x_KF /= seconds_K[:, None]
+        return seconds_K, x_KF
+
+    def seconds(self, num_requests: int, num_tokens: float, verified: int, drafted: int, context: float) -> float:
+        return float(self.features(num_requests, num_tokens, verified, drafted, context) @ self._cost)
+
+    def observe(self, features: Array, seconds: float) -> None:
+        predicted = float(features @ self._cost)
+        share = features * self._cost
+        share /= predicted
+        error = math.log(seconds / predicted)
+        if self.num_observed == 0:  # the prior knows only ratios
+            self.log_cost += error
+            self._lowest += error
+            self.covariance += 0.5
+            error = 0.0
+        self.num_observed += 1
+        self.covariance += self._drift
+        gain = self.covariance @ share
+        known = float(share @ gain)
+        surprise = error * error / (known + self.noise)
+        variance = known + self.noise * max(1.0, (STUDENT + surprise) / (STUDENT + 1))
+        move = gain * (error / variance)
+        if known * error * error > (0.5 * LARGEST_MOVE * variance) ** 2:  # rare: only then can a move be large
+            move = np.clip(move, -LARGEST_MOVE, LARGEST_MOVE)
+        self.log_cost += move
+        np.maximum(self.log_cost, self._lowest, out=self.log_cost)
+        np.exp(self.log_cost, out=self._cost)
+        self.covariance -= gain[:, None] * (gain / variance)
+        self.noise += 0.02 * (min(max(error * error - known, 0.0), 9 * self.noise) - self.noise)
+        self.noise = max(self.noise, 0.03**2)
+        if self.num_observed % 256 == 0:
+            self._bound()
+
+    def forget(self, *, together: float, alone: float) -> None:
+        """Add uncertainty: of what was measured at another time, the ratios hold better than the seconds."""
+        self.covariance += together**2 + alone**2 * np.eye(len(COSTS))
+
+    def _bound(self) -> None:
+        """Bound the uncertainty about what is never observed: deviations at most the prior's, correlations
+        unchanged."""
+        shrink = np.minimum(1.0, np.sqrt((self._widest + 0.5) / np.diagonal(self.covariance)))
+        self.covariance *= shrink[:, None] * shrink
+        self.covariance = (self.covariance + self.covariance.T) / 2
+
+
+class Acceptance:
+    """Acceptance counts by draft position, in a long and a short memory."""
+
+    def __init__(self, max_draft_length: int) -> None:
+        self.max_draft_length = max_draft_length
+        self.num_changes = 0
+        # Requests that had all positions before this one accepted, when it was asked for.
+        self._trials = [0.0] * max_draft_length
+        self._accepted = [0.0] * max_draft_length
+        self._recent_trials = [0.0] * max_draft_length
+        self._recent_accepted = [0.0] * max_draft_length
+        self._asked = [0.0] * max_draft_length  # requests of steps in which the position was asked for
+        self._proposed = [0.0] * max_draft_length
+        self._gap = 0  # steps without drafts since the last with some: time passes for what is remembered
+        self._is_fresh = False
+        self.refresh()
+
+    @property
+    def reach(self) -> int:
+        """Number of positions that were tried often enough to be known."""
+        return next((j for j, trials in enumerate(self._trials) if trials < 4), self.max_draft_length)
+
+    def observe(self, step: Step) -> None:
+        verified = min(step.verified, self.max_draft_length)
+        self._gap += 1
+        if verified <= 0:
+            return
+        short = SHORT_MEMORY**self._gap
+        self._gap = 0
+        proposed_at = step.proposed_at[:verified] + (0,) * (verified - len(step.proposed_at))
+        accepted_at = step.accepted_at[:verified] + (0,) * (verified - len(step.accepted_at))
+        # Requests in prefill could not have had a draft, and how many they are is not told.
+        requests = proposed_at[0] / max(self.coverage[0], 0.05) if step.num_prefill_tokens else float(step.num_requests)
+        survivors = requests
+        for j in range(verified):
+            self._trials[j] = LONG_MEMORY * self._trials[j] + survivors
+            self._accepted[j] = LONG_MEMORY * self._accepted[j] + accepted_at[j]
+            self._recent_trials[j] = short * self._recent_trials[j] + survivors
+            self._recent_accepted[j] = short * self._recent_accepted[j] + accepted_at[j]
+            self._asked[j] = LONG_MEMORY * self._asked[j] + requests
+            self._proposed[j] = LONG_MEMORY * self._proposed[j] + proposed_at[j]
+            survivors = float(accepted_at[j])
+        if self._has_changed(verified):
+            self._start_again(requests, accepted_at)
+        self._is_fresh = False
+
+    def _start_again(self, requests: float, accepted_at: tuple[int, ...]) -> None:
+        """Start from the last step alone: the short memory too is mostly of the time before the change."""
+        unknown = [0.0] * (self.max_draft_length - len(accepted_at))
+        self._trials = [requests, *map(float, accepted_at[:-1]), *unknown]
+        self._accepted = [*map(float, accepted_at), *unknown]
+        self._recent_trials, self._recent_accepted = self._trials.copy(), self._accepted.copy()
+        self.num_changes += 1
+
+    def add(self, acceptance: tuple[float, ...], num_trials: float) -> None:
+        """Add the pseudo-counts of a prior."""
+        survivors = num_trials
+        for j, share in enumerate(acceptance[: self.max_draft_length]):
+            self._trials[j] += survivors
+            self._accepted[j] += survivors * share
+            survivors *= share
+        self._is_fresh = False
+
+    def _has_changed(self, verified: int) -> bool:
+        difference = variance = 0.0
+        for j in range(verified):
+            trials = self._recent_trials[j]
+            h = (self._accepted[j] + PRIOR_TRIALS * PRIOR_ACCEPTANCE) / (self._trials[j] + PRIOR_TRIALS)
+            difference += self._recent_accepted[j] - trials * h
+            # Variance of a sum with weights m^i, from the sum of the weights; the long memory is not certain either.
+            variance += trials * h * (1 - h) * (1 / (1 + SHORT_MEMORY) + trials / (self._trials[j] + PRIOR_TRIALS))
+        return difference * difference > SURPRISE**2 * (variance + 0.3)
+
+    def refresh(self) -> None:
+        """Recompute the estimates from the counts. A position not known yet is taken to be like the one before it."""
+        if self._is_fresh:
+            return
+        self._is_fresh = True
+        h, survival, coverage, length, tokens = PRIOR_ACCEPTANCE, 1.0, 1.0, 1.0, 1.0
+        conditional, log_variance, covered, lengths, num_tokens = [], [], [], [length], [tokens]
+        for j in range(self.max_draft_length):
+            trials = self._trials[j] + PRIOR_TRIALS
+            h = min(max((self._accepted[j] + PRIOR_TRIALS * h) / trials, 1e-4), 1 - 1e-4)
+            coverage = (self._proposed[j] + coverage) / (self._asked[j] + 1.0)
+            survival *= h
+            length += survival
+            tokens += coverage
+            conditional.append(h)
+            log_variance.append((1 - h) / (h * trials))
+            covered.append(coverage)
+            lengths.append(length)
+            num_tokens.append(tokens)
+        self.conditional = conditional
+        self.coverage = covered
+        self.log_variance: Array = np.array(log_variance)  # variance of log h_j
+        self.accepted_length: Array = np.array(lengths)
+        self.log_length: Array = np.log(self.accepted_length)
+        self.tokens_per_request: Array = np.array(num_tokens)
+        # d log accepted_length_k / d log h_j = sum_{j<=i<=k} S_i / accepted_length_k
+        gained_KJ = self.accepted_length[:, None] - self.accepted_length[:-1]
+        self.gradient_KJ: Array = np.maximum(gained_KJ, 0.0) / self.accepted_length[:, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """Expected rates of every draft length at one batch, and their uncertainty."""
+
+    log_rate_K: Array
+    _log_length_K: Array
+    _share_KF: Array
+    _covariance: Array
+    _gradient_KJ: Array
+    _log_variance_J: Array
+
+    def deviation_from(self, k: int) -> Array:
+        """Standard deviation of log_rate_K - log_rate_K[k]; what all draft lengths share cancels."""
+        return np.sqrt(self._time_variance(k) + self._length_variance(k))
+
+    def hope(self, k: int, optimism: float) -> Array:
+        """Return optimistic log rates: each with `optimism` standard deviations of its difference from k added.
+
+        A longer draft never takes less time than k, so it cannot gain more than if it cost nothing: with a useless
+        drafter there is nothing to hope for, however uncertain the times are."""
+        length_variance_K = self._length_variance(k)
+        hope_K = self.log_rate_K + optimism * np.sqrt(self._time_variance(k) + length_variance_K)
+        free_K = self.log_rate_K[k] + self._log_length_K - self._log_length_K[k] + optimism * np.sqrt(length_variance_K)
+        np.minimum(hope_K[k:], free_K[k:], out=hope_K[k:])
+        return hope_K
+
+    def _time_variance(self, k: int) -> Array:
+        share_KF = self._share_KF - self._share_KF[k]
+        return np.maximum(((share_KF @ self._covariance) * share_KF).sum(axis=1), 0.0)
+
+    def _length_variance(self, k: int) -> Array:
+        gradient_KJ = self._gradient_KJ - self._gradient_KJ[k]
+        return (gradient_KJ * gradient_KJ) @ self._log_variance_J
+
+
+class CostModel:
+    """Step time and acceptance, combined to rates."""
+
+    def __init__(self, max_draft_length: int, prior: Costs | None = None) -> None:
+        self.step_time = StepTime()
+        self.acceptance = Acceptance(max_draft_length)
+        self.num_refused = 0
+        if prior is not None:
+            self._learn(prior)
+
+    def observe(self, step: Step) -> None:
+        if step.num_requests <= 0 or not 0 < step.seconds < float("inf"):  # also false for NaN
+            self.num_refused += 1
+            return
+        self.acceptance.observe(step)
+        if step.num_prefill_tokens == 0:
+            tokens = step.num_requests + sum(step.proposed_at)
+            x = self.step_time.features(step.num_requests, tokens, step.verified, step.drafted, step.context_tokens)
+            self.step_time.observe(x, step.seconds)
+
+    def outlook(self, num_requests: int, context_tokens: int) -> Outlook:
+        acceptance = self.acceptance
+        acceptance.refresh()
+        seconds_K, share_KF = self.step_time.curve(
+            num_requests, num_requests * acceptance.tokens_per_request, context_tokens
+        )
+        return Outlook(
+            log_rate_K=acceptance.log_length + np.log(num_requests / seconds_K),
+            _log_length_K=acceptance.log_length,
+            _share_KF=share_KF,
+            _covariance=self.step_time.covariance,
+            _gradient_KJ=acceptance.gradient_KJ,
+            _log_variance_J=acceptance.log_variance,
+        )
+
+    def expected_rate(self, num_requests: int, k: int, context_tokens: int) -> float:
+        """Return the tokens per second that the engine settles at with draft length k."""
+        acceptance = self.acceptance
+        acceptance.refresh()
+        tokens = num_requests * acceptance.tokens_per_request[k]
+        return (
+            num_requests
+            * acceptance.accepted_length[k]
+            / self.step_time.seconds(num_requests, tokens, k, k, context_tokens)
+        )
+
+    def _learn(self, prior: Costs) -> None:
+        """Observe every point as up to four steps, in two rounds so that their order hardly matters; then add
+        uncertainty, because the machine may be faster or slower at another time."""
+        for _ in range(2):
+            for point in prior.points:
+                tokens = point.num_requests * (1 + point.verified)
+                x = self.step_time.features(
+                    point.num_requests, tokens, point.verified, point.drafted, point.context_tokens
+                )
+                for _ in range(min(point.num_steps, 2)):
+                    self.step_time.observe(x, point.seconds)
+        self.step_time.forget(together=0.5, alone=0.1)
+        self.acceptance.add(prior.acceptance, min(prior.num_trials, 32))

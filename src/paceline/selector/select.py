@@ -1,0 +1,286 @@
+"""Selectors of the draft length: the measured one, and the alternatives that it is compared with.
+
+The measured selector takes the argmax of the expected rate of `cost.py`, with three additions.
+
+- **Ladder.** Without a prior the drafts grow 1, 3, 7: twice as far, plus one, as acceptance is known. A useless drafter
+  is found out by one draft token per request, and since a longer draft never takes less time than a shorter one,
+  nothing else of it needs trying.
+- **Probes.** A draft length that would be best if the model erred by so many deviations in its favour is asked for in
+  two steps running, so that one step both verifies and drafts it. Each costs credit, which grows by `explore` a step
+  after an opening sum. One that disappoints is left alone for 8 steps at batches of about this size, then 16, and so
+  on. At draft length 0 no acceptance is seen, so one draft token is asked for after 32 steps, then 64, then every 128:
+  a drafter that has recovered is found again for a fraction of a per cent.
+- **Hysteresis.** A new best must be ahead by `margin`, which fades from the last change on.
+
+A choice takes effect in two steps: the drafter is asked in this one, the policy verifies in the next.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Protocol
+
+import numpy as np
+
+from paceline.config import BanditSelector, FixedSelector, MeasuredSelector, SelectorConfig, TableSelector
+from paceline.selector.cost import CostModel, Outlook, Step
+from paceline.selector.cost_file import load_costs
+
+OPTIMISM, MOST_OPTIMISM, OPTIMISM_STEPS = 1.0, 3.0, 64
+"""Standard deviations that are added to a draft length's rate when a probe is considered. One more for every 64 steps
+without a probe: the deviations are those of a model, and a model can be sure and wrong."""
+PROBE_STEPS = 2
+"""Steps of a probe: the first makes a draft of the new length, the second verifies it and makes another."""
+OPENING_STEPS = 20.0
+"""Steps that may be spent on probes before the long-run share applies."""
+RETRY_WAIT, FIRST_WAIT, LONGEST_WAIT = 8, 32, 128
+"""Steps until a draft length that disappointed, and a drafter that is out of use, is tried again; doubles each time."""
+MARGIN_HALF_LIFE = 8.0
+"""Steps in which the margin halves: flapping is rare, but a small advantage that stays is taken in the end."""
+SETTLED, THINK_EVERY = 32, 4
+"""After so many steps without a change or probe, a batch of the same size is thought over in every fourth step only:
+the model's arithmetic finds the caches cold, because a step has read the whole policy since, and would itself cost one
+step in a hundred."""
+
+
+class Selector(Protocol):
+    def choose(self, num_requests: int, context_tokens: int) -> int: ...
+
+    def observe(self, step: Step) -> None: ...
+
+    def expected_rate(self) -> float | None:
+        """Tokens per second that are expected of the last choice; None from a selector that expects nothing."""
+        ...
+
+    def figures(self) -> Mapping[str, float]: ...
+
+
+def build_selector(config: SelectorConfig, *, max_draft_length: int, max_num_requests: int, seed: int = 0) -> Selector:
+    match config:
+        case MeasuredSelector():
+            prior = None if config.costs is None else load_costs(config.costs)
+            model = CostModel(max_draft_length, prior)
+            return Measured(model, explore=config.explore, margin=config.margin, max_draft_length=max_draft_length)
+        case FixedSelector():
+            if config.draft_length > max_draft_length:
+                raise ValueError(
+                    f"selector.draft_length: got {config.draft_length}; must be at most {max_draft_length} because the "
+                    "engine was built for drafts of that length"
+                )
+            return Table([config.draft_length] * (max_num_requests + 1))
+        case TableSelector():
+            return Table(
+                dense_table(config.ranges, max_draft_length=max_draft_length, max_num_requests=max_num_requests)
+            )
+        case BanditSelector():
+            return Bandit(config, max_draft_length=max_draft_length, seed=seed)
+
+
+class Measured:
+    """Chooses the argmax of the expected rate, with hysteresis, and probes lengths that might be better than they
+    look."""
+
+    def __init__(self, model: CostModel, *, explore: float, margin: float, max_draft_length: int) -> None:
+        self.model = model
+        self._explore = explore
+        self._margin = margin
+        self._max = max_draft_length
+        self._current = 0
+        self._age = 1e9  # steps since `_current` changed
+        self._probe = 0
+        self._probe_left = 0
+        self._credit = OPENING_STEPS
+        self._since_drafts = FIRST_WAIT  # steps since acceptance was last seen
+        self._wait = FIRST_WAIT
+        self._num_probes = 0
+        self._num_switches = 0
+        self._chosen = 0
+        self._disappointed = [(0, 0.0, 0)] * (max_draft_length + 1)  # step until which not to try again, wait, batch
+        self._step = 0
+        self._last_probe = 0
+        self._num_requests = 0  # of the batch that was thought over last
+        self._num_changes = 0
+        self._outlook: Outlook | None = None
+
+    def observe(self, step: Step) -> None:
+        self.model.observe(step)
+        if step.verified:
+            self._since_drafts = 0
+        if self.model.acceptance.num_changes != self._num_changes:
+            self._num_changes = self.model.acceptance.num_changes
+            self._disappointed = [(0, 0.0, 0)] * (self._max + 1)
+            self._wait = FIRST_WAIT
+
+    def choose(self, num_requests: int, context_tokens: int) -> int:
+        if num_requests <= 0:
+            return 0
+        self._step += 1
+        self._since_drafts += 1
+        self._credit = min(self._credit + self._explore, OPENING_STEPS)
+        self._age += 1
+        if self._must_think(num_requests):
+            self._think(num_requests, max(context_tokens, 0))
+        if self._probe_left > 0:
+            self._probe_left -= 1
+            self._chosen = self._probe
+        else:
+            self._chosen = self._current
+        return self._chosen
+
+    def _must_think(self, num_requests: int) -> bool:
+        quiet = min(self._age, self._step - self._last_probe)
+        return quiet < SETTLED or num_requests != self._num_requests or self._step % THINK_EVERY == 0
+
+    def _think(self, num_requests: int, context_tokens: int) -> None:
+        self._num_requests = num_requests
+        outlook = self._outlook = self.model.outlook(num_requests, context_tokens)
+        reach = min(2 * self.model.acceptance.reach + 1, self._max)
+        self._settle(outlook, reach)
+        if self._probe_left == 0:
+            self._start_probe(outlook, reach, num_requests)
+
+    def _settle(self, outlook: Outlook, reach: int) -> None:
+        log_rate_K = outlook.log_rate_K[: reach + 1]
+        best = int(log_rate_K.argmax())
+        if best == self._current:
+            return
+        gain = log_rate_K[best] - outlook.log_rate_K[self._current]
+        if gain > self._margin * 0.5 ** (self._age / MARGIN_HALF_LIFE):
+            self._current, self._age = best, 0
+            self._num_switches += 1
+
+    def _start_probe(self, outlook: Outlook, reach: int, num_requests: int) -> None:
+        if self._credit < PROBE_STEPS:
+            return
+        if self._current == 0 and self._since_drafts > self._wait:
+            self._wait = min(2 * self._wait, LONGEST_WAIT)
+            self._since_drafts = 0
+            self._begin(1, 1 if num_requests >= 8 else 3)  # a few requests say little in one step, and cost little
+            return
+        optimism = min(OPTIMISM + (self._step - self._last_probe) / OPTIMISM_STEPS, MOST_OPTIMISM)
+        hope_K = outlook.hope(self._current, optimism)
+        for k, (until, _, batch) in enumerate(self._disappointed):
+            if self._step < until and batch <= 2 * num_requests and num_requests <= 2 * batch:
+                hope_K[k] = -np.inf
+        hope_K[self._current] = -np.inf
+        k = int(hope_K[: reach + 1].argmax())
+        if hope_K[k] > outlook.log_rate_K[self._current] + self._margin:
+            _, wait, _ = self._disappointed[k]
+            wait = min(max(2 * wait, RETRY_WAIT), LONGEST_WAIT)
+            self._disappointed[k] = (self._step + int(wait), wait, num_requests)
+            self._begin(k, PROBE_STEPS)
+
+    def _begin(self, k: int, num_steps: int) -> None:
+        self._probe, self._probe_left = k, num_steps
+        self._credit -= num_steps
+        self._last_probe = self._step
+        self._num_probes += 1
+
+    def expected_rate(self) -> float | None:
+        return None if self._outlook is None else float(np.exp(self._outlook.log_rate_K[self._chosen]))
+
+    def figures(self) -> Mapping[str, float]:
+        acceptance = self.model.acceptance
+        acceptance.refresh()
+        figures = {
+            "chosen": float(self._chosen),
+            "current": float(self._current),
+            "num_probes": float(self._num_probes),
+            "num_switches": float(self._num_switches),
+            "num_acceptance_changes": float(acceptance.num_changes),
+            "num_refused_steps": float(self.model.num_refused),
+            "step_noise": self.model.step_time.noise**0.5,
+        }
+        for j, h in enumerate(acceptance.conditional):
+            figures[f"acceptance/{j + 1}"] = h
+        if self._outlook is not None:
+            for k, log_rate in enumerate(self._outlook.log_rate_K):
+                figures[f"expected_rate/{k}"] = float(np.exp(log_rate))
+        return figures
+
+
+class Table:
+    """A draft length for each batch size."""
+
+    def __init__(self, draft_lengths: list[int]) -> None:
+        self._draft_lengths = draft_lengths
+        self._chosen = 0
+
+    def choose(self, num_requests: int, context_tokens: int) -> int:
+        self._chosen = self._draft_lengths[min(max(num_requests, 0), len(self._draft_lengths) - 1)]
+        return self._chosen
+
+    def observe(self, step: Step) -> None:
+        pass
+
+    def expected_rate(self) -> float | None:
+        return None
+
+    def figures(self) -> Mapping[str, float]:
+        return {"chosen": float(self._chosen)}
+
+
+def dense_table(ranges: tuple[tuple[int, int, int], ...], *, max_draft_length: int, max_num_requests: int) -> list[int]:
+    """Expand ranges to [batch size] -> draft length, as vLLM does: a gap and the end repeat the length before them."""
+    ordered = sorted(ranges)
+    if not ordered or ordered[0][0] != 1:
+        raise ValueError(
+            f"selector.ranges: got {ranges}; must start at batch size 1 so that every batch has a draft length"
+        )
+    end = 0
+    for first, last, k in ordered:
+        if first <= end or last < first or k < 0:
+            raise ValueError(
+                f"selector.ranges: got {ranges}; must be (first, last, draft length) without overlap, first <= last, "
+                "length >= 0"
+            )
+        end = last
+    starts = [first for first, _, _ in ordered]
+    table = [
+        min(ordered[bisect_right(starts, batch) - 1][2], max_draft_length) for batch in range(1, max_num_requests + 1)
+    ]
+    return [0, *table]
+
+
+class Bandit:
+    """BEG-MAB (Hu et al., "Taming the Long-Tail", arXiv 2511.16665): buckets of batch sizes, in each the arm with the
+    best median reward of a sliding window, or with probability epsilon any arm. The reward of a step is accepted length
+    x batch / seconds, which is the tokens that it emitted per second; it goes to the arm whose draft was verified. Arms
+    that were never tried come first."""
+
+    def __init__(self, config: BanditSelector, *, max_draft_length: int, seed: int) -> None:
+        self._thresholds = config.thresholds
+        self._epsilon = config.epsilon
+        self._random = random.Random(seed)  # noqa: S311
+        self._rewards = [
+            [deque[float](maxlen=config.window) for _ in range(max_draft_length + 1)]
+            for _ in range(len(config.thresholds) + 1)
+        ]
+        self._chosen = 0
+        self._num_explored = 0
+
+    def choose(self, num_requests: int, context_tokens: int) -> int:
+        arms = self._rewards[bisect_right(self._thresholds, num_requests)]
+        if self._random.random() < self._epsilon:
+            self._num_explored += 1
+            self._chosen = self._random.randrange(len(arms))
+        else:
+            self._chosen = max(range(len(arms)), key=lambda k: median(arms[k]) if arms[k] else float("inf"))
+        return self._chosen
+
+    def observe(self, step: Step) -> None:
+        if step.num_prefill_tokens or step.num_requests <= 0 or not 0 < step.seconds < float("inf"):
+            return
+        arms = self._rewards[bisect_right(self._thresholds, step.num_requests)]
+        if step.verified < len(arms):
+            arms[step.verified].append(step.num_emitted / step.seconds)
+
+    def expected_rate(self) -> float | None:
+        return None
+
+    def figures(self) -> Mapping[str, float]:
+        return {"chosen": float(self._chosen), "num_explored": float(self._num_explored)}

@@ -1,0 +1,1 @@
+"""Whole jobs: a config in, a directory out."""

@@ -1,0 +1,244 @@
+"""Offline warm start: a drafter for a policy, from the policy's own rollouts.
+
+    prompts ──▶ engine (no speculation) ──rollouts──▶ learner.logp ──hidden states──▶ DrafterTrainer ──▶ checkpoint
+                                                                                         │
+                                              held-out rollouts ──▶ evaluate ──▶ overlap, accepted length
+
+The drafter must guess what the policy says at the temperature of the rollouts, so it is trained on the policy's own
+samples, not on a dataset. Rollouts are gone through several times; hidden states are computed anew each time, a few
+dozen rollouts at a time, because they are thousands of times larger than the tokens and the policy's forward pass is
+cheap beside the drafter's training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers import AutoConfig
+
+from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
+from paceline.context import Context
+from paceline.drafters.checkpoint import save
+from paceline.drafters.kinds import new_drafter
+from paceline.drafters.provenance import Provenance, write_evaluation, write_provenance
+from paceline.drafters.trainer import DrafterTrainer, Evaluation, Schedule, evaluate
+from paceline.files import read_jsonl
+from paceline.learner.fsdp import FsdpLearner
+from paceline.learner.hidden_states import HiddenStateTap
+from paceline.orchestrator.generate import generate_until
+from paceline.orchestrator.task import make_prompt
+from paceline.rollout.engine import VllmEngine
+from paceline.types import Prompt, RolloutRequest, Sample, Tokenizer
+
+if TYPE_CHECKING:
+    from paceline.drafters.checkpoint import Drafter
+
+_CHUNK_ROLLOUTS = 64
+"""Rollouts whose hidden states are held at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart:
+    """Everything that determines a drafter, next to the policy and the prompts."""
+
+    train_tokens: int
+    """Tokens trained on, prompts included; a rollout counts each time that it is gone through."""
+    rollout_tokens: int
+    """Response tokens sampled for training."""
+    heldout_tokens: int = 12_000
+    """Response tokens sampled for the evaluation."""
+    draft_length: int = 7
+    tokens_per_step: int = 1024
+    matrix_lr: float = 0.1
+    other_lr: float = 0.01
+    max_tokens: int = 640
+    """Longest response."""
+    max_num_seqs: int = 256
+    seed: int = 0
+    version: int = 1
+    """Raise it when the training code changes what comes out: cached drafters are found by their recipe."""
+
+    def schedule(self) -> Schedule:
+        return Schedule(
+            num_steps=max(1, self.train_tokens // self.tokens_per_step),
+            tokens_per_step=self.tokens_per_step,
+            draft_length=self.draft_length,
+            matrix_lr=self.matrix_lr,
+            other_lr=self.other_lr,
+        )
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """Hidden states for the drafter, in vLLM's numbering (i: after i layers). As EAGLE-3 chooses them, early, middle
+    and late; a small policy has so few layers that the last one is worth its place, and 0 is the embedding."""
+    if num_layers >= 8:
+        return (2, num_layers // 2, num_layers - 3)
+    return (1, round(0.75 * num_layers), num_layers) if num_layers > 2 else (0, 1, 2)
+
+
+def read_prompts(file: Path, key: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
+    """Return the prompts of a JSONL file, again and again."""
+    rows = [row for _, row in read_jsonl(file)]
+    if not rows or key not in rows[0]:
+        raise ValueError(
+            f"data: {file} has {len(rows)} rows without {key!r}; must be JSONL with that field, or name another "
+            f"--prompt-key"
+        )
+    prompts = [make_prompt(f"{file.name}/{number}", row[key], row, tokenizer) for number, row in enumerate(rows)]
+    return cycle(prompts)
+
+
+def train_drafter(
+    kind: str,
+    model_path: Path,
+    prompts: Iterator[Prompt],
+    out: Path,
+    recipe: WarmStart,
+    *,
+    context: Context,
+    policy: str | None = None,
+    data: str = "not stated",
+) -> Evaluation:
+    """Sample, train a drafter of this kind (`draft.kinds`), evaluate, and write a checkpoint to `out`, which must not
+    exist.
+
+    `policy` (the path, where it has no other name) and `data`, which says what the prompts are, are for those who get
+    the drafter."""
+    if out.exists():
+        raise ValueError(f"out: got {out}, which exists; must be new because a checkpoint is never overwritten")
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    samples = asyncio.run(_sample(model_path, prompts, recipe, config.max_position_embeddings, context))
+    # In the engine's precision: what it hands to the drafter and verifies with is bfloat16 too.
+    learner = FsdpLearner(
+        model_path, LearnerConfig(dtype="bfloat16", microbatch_tokens=4096), ObjectiveConfig(), temperature=1.0
+    )
+    try:
+        drafter, result, num_tokens = _train(kind, learner, model_path, samples, recipe, context)
+    finally:
+        learner.close()
+    provenance = Provenance(
+        policy=policy or str(model_path),
+        data=data,
+        start="random weights",
+        num_tokens=num_tokens,
+        seed=recipe.seed,
+        rl_steps=0,
+    )
+
+    def notes(partial: Path) -> None:
+        write_evaluation(partial, result)
+        write_provenance(partial, provenance)
+
+    save(drafter, out, tokenizer=model_path / "tokenizer.json", notes=notes)
+    return result
+
+
+async def _sample(
+    model_path: Path, prompts: Iterator[Prompt], recipe: WarmStart, longest: int, context: Context
+) -> list[Sample]:
+    """One rollout a prompt at temperature 1, in the order of the prompts: the first to finish would be the short
+    ones."""
+    wanted = recipe.rollout_tokens + recipe.heldout_tokens
+    first = list(islice(prompts, recipe.max_num_seqs))
+    room = min(longest, max(len(prompt.token_ids) for prompt in first) + recipe.max_tokens + 128)
+    if all(len(prompt.token_ids) + 2 >= room for prompt in first):
+        raise ValueError(
+            f"prompts: must be shorter than the policy's {longest} positions; none of the first {len(first)} is"
+        )
+    config = EngineConfig(max_num_seqs=recipe.max_num_seqs, max_model_len=room, kv_cache_gb=1.0)
+    context.progress(f"sampling {wanted:,} tokens")
+    engine = await VllmEngine.start(
+        "warmstart", model_path, config, seed=recipe.seed, cpus=sorted(os.sched_getaffinity(0))
+    )
+    fitting = (prompt for prompt in chain(first, prompts) if len(prompt.token_ids) + 2 < room)
+    requests = (
+        RolloutRequest(
+            group_id=number,
+            index=0,
+            prompt_ids=prompt.token_ids,
+            max_tokens=min(recipe.max_tokens, room - len(prompt.token_ids) - 1),
+            temperature=1.0,
+        )
+        for number, prompt in enumerate(fitting)
+    )
+    try:
+        rollouts = await generate_until(engine, requests, min_tokens=wanted, max_in_flight=recipe.max_num_seqs)
+    finally:
+        await engine.close()
+    return [Sample.of(rollout, 0.0) for rollout in rollouts]
+
+
+def _train(
+    kind: str,
+    learner: FsdpLearner,
+    model_path: Path,
+    samples: Sequence[Sample],
+    recipe: WarmStart,
+    context: Context,
+) -> tuple[Drafter, Evaluation, int]:
+    """Train a drafter; returns it with its evaluation and the number of tokens that it was trained on."""
+    ends = np.cumsum([sample.num_response_tokens for sample in samples])
+    num_heldout = int(np.searchsorted(ends, recipe.heldout_tokens)) + 1
+    if num_heldout >= len(samples):
+        raise ValueError(
+            f"rollout_tokens: got {recipe.rollout_tokens}; must be more because nothing is left to train on"
+        )
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    taps = default_taps(config.num_hidden_layers)
+    hidden_states = HiddenStateTap(learner, taps)
+    heldout = hidden_states.all_documents(samples[:num_heldout])
+    scales = np.sqrt(np.mean(np.concatenate([document.taps for document in heldout]) ** 2, axis=(0, 2)))
+    embedding_VD, head_VD = learner.embedding_and_head()
+    drafter = new_drafter(
+        kind,
+        config,
+        taps=taps,
+        policy_path=model_path,
+        embedding_VD=embedding_VD,
+        head_VD=head_VD,
+        tap_scale_K=scales.tolist(),
+        seed=recipe.seed,
+        draft_length=recipe.draft_length,
+    )
+    trainer = DrafterTrainer(drafter, head_VD, recipe.schedule())
+    _run(trainer, hidden_states, samples[num_heldout:], recipe, context)
+    result = evaluate(drafter, heldout, head_VD, draft_length=recipe.draft_length)
+    return drafter, result, trainer.num_tokens
+
+
+def _run(
+    trainer: DrafterTrainer,
+    hidden_states: HiddenStateTap,
+    samples: Sequence[Sample],
+    recipe: WarmStart,
+    context: Context,
+) -> None:
+    rng = np.random.default_rng(recipe.seed)
+    began_s = time.monotonic()
+    num_reports = 0
+    share = 0.0
+    while share < 1.0:
+        order = rng.permutation(len(samples))
+        for start in range(0, len(order), _CHUNK_ROLLOUTS):
+            trainer.submit(hidden_states.all_documents([samples[i] for i in order[start : start + _CHUNK_ROLLOUTS]]))
+            trainer.run(lambda: False)
+            share = trainer.num_tokens / recipe.train_tokens
+            if share * 10 >= num_reports + 1:
+                num_reports = int(share * 10)
+                spent_s = time.monotonic() - began_s
+                context.progress(
+                    f"trained {trainer.num_tokens:,} of {recipe.train_tokens:,} tokens, overlap "
+                    f"{trainer.take_metrics()['draft/overlap']:.3f}, {trainer.num_tokens / spent_s:,.0f} tokens/s, "
+                    f"about "
+                    f"{max(0.0, spent_s / share - spent_s):.0f} s left"
+                )
+            if share >= 1.0:
+                break

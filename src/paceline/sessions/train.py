@@ -1,0 +1,162 @@
+"""A config in, a run directory out: what `paceline train` does.
+
+runs/NAME/config.json      the resolved config
+         metrics.jsonl     everything that was measured
+         policy/step-N/    Hugging Face checkpoints of the policy
+         report.html       made at the end, or by `paceline report`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from paceline.config import Config, EagleDrafter, LearnedDrafter, MeasuredSelector, ParallelDrafter
+from paceline.console import ConsoleSink
+from paceline.context import Context
+from paceline.drafters.provenance import Provenance
+from paceline.files import verify_checksums
+from paceline.measure import environment
+from paceline.metrics import JsonlSink, Recorder, Sink, WandbSink
+from paceline.orchestrator.loop import Parts, train
+from paceline.orchestrator.rewards import scorer
+from paceline.orchestrator.task import Task
+from paceline.selector.cost_file import Conditions, require_same
+from paceline.sessions.workloads import make_task, resolve_drafter, resolve_policy
+from paceline.types import Tokenizer
+
+
+def run(config: Config, context: Context) -> Path:
+    """Train as the config says; returns the run directory. Ctrl-C and SIGTERM end every process before this returns."""
+    model_path = resolve_policy(config.policy.model, context)
+    verify_checksums(model_path)
+    config = with_drafter(config, context)
+    check_costs(config, model_path)
+    tokenizer = load_tokenizer(model_path)
+    task = make_task(config, tokenizer)
+    check_lengths(config, task)
+    directory = new_directory(config)
+    (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    recorder = Recorder(JsonlSink(directory / "metrics.jsonl"), _sinks(config))
+    context.progress(f"run directory {directory}; starting {config.rollout.num_engines} engines and the learner")
+    try:
+        asyncio.run(_run(config, model_path, task, tokenizer, recorder, directory))
+    finally:
+        recorder.close()
+    return directory
+
+
+async def _run(
+    config: Config, model_path: Path, task: Task, tokenizer: Tokenizer, recorder: Recorder, directory: Path
+) -> None:
+    from paceline.cluster.placement import start_cluster  # imports ray and torch, which takes seconds
+
+    this_task = asyncio.current_task()
+    assert this_task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
+    resolved = json.loads(config.model_dump_json())
+    record = {
+        "config": resolved,
+        "environment": environment(seeds=[config.run.seed]),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    engine = config.rollout.engine
+    async with start_cluster(config, model_path) as cluster:
+        recorder.write("run", record)
+        cluster.drafter.keep_in(directory / "drafter.safetensors")
+        parts = Parts(
+            members=cluster.members,
+            learner=cluster.learner,
+            sender=cluster.sender,
+            prompts=task.prompts,
+            heldout=task.heldout,
+            score=scorer(task.reward, tokenizer),
+            drafter=cluster.drafter,
+            raise_precision=None if engine == engine.in_full_precision else partial(cluster.raise_precision, engine),
+        )
+        await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"))
+        cluster.drafter.save(directory / "drafter", _provenance(config, directory))
+
+
+def _provenance(config: Config, directory: Path) -> Provenance | None:
+    """Where the drafter that a run has trained comes from; None if the run has no learned drafter."""
+    if config.speculation is None or not isinstance(config.speculation.drafter, LearnedDrafter):
+        return None
+    facts = {key: value for key, value in config.data.model_dump(mode="json").items() if value is not None}
+    return Provenance(
+        policy=f"{directory.resolve()}/policy/step-{config.run.steps} ({config.policy.model} after RL)",
+        data=", ".join(f"{key} {value}" for key, value in facts.items()),
+        start=config.speculation.drafter.path,
+        num_tokens=0,
+        seed=config.run.seed,
+        rl_steps=config.run.steps,
+    )
+
+
+def check_costs(config: Config, model_path: Path) -> None:
+    """Refuse a prior that is not there, or that was measured on another model, machine or engine."""
+    if config.speculation is None:
+        return
+    selector, drafter = config.speculation.selector, config.speculation.drafter
+    if isinstance(selector, MeasuredSelector) and selector.costs is not None:
+        here = Conditions.here(model_path, drafter=drafter.kind, engine=config.rollout.engine)
+        path = drafter.path if isinstance(drafter, LearnedDrafter) else None
+        require_same(selector.costs, here, model=config.policy.model, drafter_path=path)
+
+
+def with_drafter(config: Config, context: Context) -> Config:
+    """Return the config with the path of its drafter; a workload's drafter is trained first when it is missing."""
+    speculation = config.speculation
+    if speculation is None or not isinstance(speculation.drafter, EagleDrafter | ParallelDrafter):
+        return config
+    drafter = speculation.drafter
+    path = resolve_drafter(drafter.path, config.policy.model, context, kind=drafter.kind)
+    drafter = drafter.model_copy(update={"path": str(path)})
+    return config.model_copy(update={"speculation": speculation.model_copy(update={"drafter": drafter})})
+
+
+def load_tokenizer(model_path: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    return cast("Tokenizer", AutoTokenizer.from_pretrained(model_path))
+
+
+def check_lengths(config: Config, task: Task) -> None:
+    """Refuse a run whose responses would be cut by the context instead of by rollout.max_tokens."""
+    longest = max((len(prompt.token_ids) for prompt in task.heldout), default=0)
+    room = config.rollout.engine.max_model_len
+    if longest + config.rollout.max_tokens > room:
+        raise ValueError(
+            f"rollout.engine.max_model_len: got {room}; must be at least {longest + config.rollout.max_tokens} "
+            f"because prompts "
+            f"have up to {longest} tokens and rollout.max_tokens is {config.rollout.max_tokens}"
+        )
+
+
+def new_directory(config: Config) -> Path:
+    """A directory of this run's own; an existing one is never written into."""
+    for number in range(1, 10_000):
+        name = config.run.name if number == 1 else f"{config.run.name}-{number}"
+        directory = config.run.directory / name
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return directory
+    raise ValueError(
+        f"run.name: got {config.run.name!r}; every numbered variant of it exists in {config.run.directory}"
+    )
+
+
+def _sinks(config: Config) -> list[Sink]:
+    sinks: list[Sink] = []
+    if "console" in config.run.sinks:
+        sinks.append(ConsoleSink())
+    if "wandb" in config.run.sinks:
+        sinks.append(WandbSink("paceline", config.run.name, config.model_dump(mode="json")))
+    return sinks

@@ -1,0 +1,85 @@
+"""Between sender and engine, over any transport: give one push to one engine and say how it went."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from paceline.types import EngineLostError, Receipt
+from paceline.weights.distributed import GroupAddress
+from paceline.weights.fingerprint import mismatched
+from paceline.weights.message import Push, PushReport
+
+
+class PushTarget(Protocol):
+    """The part of `VllmEngine` that a push needs."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]: ...
+
+    async def on_new_weights(self, version: int) -> None: ...
+
+
+async def join(engine: PushTarget, address: GroupAddress, first_rank: int) -> str | None:
+    """Make the workers of one engine members of a group, for pushes over the distributed transport; returns why it
+    failed.
+
+    It fails without the engine's fault when another member does not come.
+    """
+    try:
+        await engine.rpc("init_weight_transfer_engine", {"address": asdict(address), "first_rank": first_rank})
+    except EngineLostError:
+        raise
+    except Exception as error:  # noqa: BLE001  vLLM's rpc turns every error of a worker into an exception of its own
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+async def deliver(engine: PushTarget, push: Push) -> Receipt:
+    """Give one push to one engine, between two of its steps, and say how it went. Never raises for the engine's fault.
+
+    The engine runs again when this returns, with the new version or, after a refusal, with the one it had. With `lost`
+    it does neither: it stays paused and may hold anything.
+    """
+    started_s = time.monotonic()
+
+    def receipt(*, error: str | None = None, lost: bool = False, names: tuple[str, ...] = ()) -> Receipt:
+        return Receipt(
+            engine=engine.name,
+            version=push.version,
+            num_tensors=len(push.entries),
+            num_bytes=push.num_bytes,
+            seconds=time.monotonic() - started_s,
+            scales_version=None if push.kv_scales is None else push.kv_scales.version,
+            mismatched=names,
+            error=error,
+            lost=lost,
+        )
+
+    try:
+        await engine.pause()
+        reports = [PushReport.from_dict(plain) for plain in await engine.rpc("receive_push", push.to_dict())]
+        refusals = [report.refused for report in reports if report.refused is not None]
+        if refusals and len(refusals) == len(reports):
+            await engine.resume()
+            return receipt(error=refusals[0])
+        if refusals:
+            return receipt(error=f"only some of the engine's workers refused: {refusals[0]}", lost=True)
+        names = tuple(
+            sorted({name for report in reports for name in mismatched(push.fingerprints, report.fingerprints)})
+        )
+        if names:
+            return receipt(error=f"{names[0]}: held with another fingerprint than the sender's", lost=True, names=names)
+        if push.target == "policy":
+            await engine.on_new_weights(push.version)
+        await engine.resume()
+        return receipt()
+    except Exception as error:  # noqa: BLE001  whatever goes wrong after the pause leaves an engine that nobody can vouch for
+        return receipt(error=f"{type(error).__name__}: {error}", lost=True)

@@ -1,0 +1,218 @@
+"""Shared memory as a transport: the sender writes weights into a segment in /dev/shm, and engines map it.
+
+There is one segment per target. It is reused: `stage` must not run before every engine has answered to the push before.
+An engine that reads while it is overwritten sees wrong fingerprints and refuses. A segment is not a safetensors file:
+it grows by extents while tensors arrive one by one, and each tensor is hashed as it is copied, in one pass over memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from paceline.files import create_owned, remove_orphaned
+from paceline.fp8 import KvScales, LayerStacker
+from paceline.types import PacelineError, PushRefusedError
+from paceline.weights.fingerprint import (
+    BLOCK_BYTES,
+    Bytes,
+    dtype_name,
+    hash_threads,
+    reference_fingerprints,
+    seal,
+    tensor_bytes,
+)
+from paceline.weights.message import Push, Target, TensorEntry, aligned, check_staged
+
+_SHM = Path("/dev/shm")  # noqa: S108  shared memory is the point; files in it are 0600 and have random names
+_PREFIX = "paceline-"
+# The segment grows by whole extents; a larger tensor gets an extent of its own.
+_EXTENT_BYTES = 16 * 1024 * 1024
+
+
+class ShmSender:
+    """Owns one segment per target. Only the rank that sends makes one; the other ranks take part in gathering."""
+
+    def __init__(self) -> None:
+        sweep()
+        self._segments: dict[Target, _Segment] = {}
+        self._threads = ThreadPoolExecutor(hash_threads(), thread_name_prefix="paceline-stage")
+
+    def stage(
+        self,
+        version: int,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        target: Target = "policy",
+        *,
+        quantised: bool = False,
+        kv_scales: KvScales | None = None,
+    ) -> Push:
+        """Copy every tensor into the segment, in the dtype in which it comes, and fingerprint it on the way.
+
+        At most a few tensors are held at a time, so gathering them one by one from shards costs the memory of a few.
+        `quantised` is for engines in FP8, and `kv_scales` for those with an FP8 KV cache.
+        """
+        segment = self._segments.get(target)
+        if segment is None:
+            segment = self._segments[target] = _Segment(target)
+        segment.rewind()
+        entries: list[TensorEntry] = []
+        pending: deque[Future[TensorEntry]] = deque()
+        stacker = LayerStacker()
+        references: list[Future[dict[str, str]]] = []
+        for name, tensor in weights:
+            num_bytes = tensor.numel() * tensor.element_size()
+            offset, room = segment.reserve(num_bytes)
+            pending.append(self._threads.submit(_stage_tensor, name, tensor, offset, room))
+            if quantised and (layer := stacker.add(name, tensor)) is not None:
+                references.append(self._threads.submit(reference_fingerprints, *layer))
+            if len(pending) > 4:
+                entries.append(pending.popleft().result())
+        entries.extend(future.result() for future in pending)
+        check_staged(version, entries)
+        return Push(
+            version=version,
+            target=target,
+            transport="shared_memory",
+            channel=segment.name,
+            entries=tuple(entries),
+            quantised={name: value for reference in references for name, value in reference.result().items()},
+            kv_scales=kv_scales,
+        )
+
+    def close(self) -> None:
+        """Remove the segments. Engines that still map one keep the memory alive until they map another or end."""
+        self._threads.shutdown()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+
+
+def sweep() -> list[str]:
+    """Remove segments whose owner was killed, which nobody else would; returns their names."""
+    return [path.name for path in _SHM.glob(f"{_PREFIX}*") if remove_orphaned(path)]
+
+
+class _Segment:
+    """A locked file in shared memory that grows by extents, each mapped and faulted in once."""
+
+    def __init__(self, target: Target) -> None:
+        self.name = f"{_PREFIX}{os.getpid()}-{target}-{secrets.token_hex(8)}"
+        path = _SHM / self.name
+        self._descriptor = create_owned(path)
+        self._finalizer = weakref.finalize(self, _remove, path, self._descriptor, os.getpid())
+        self._extents: list[tuple[int, Bytes]] = []
+        self._size = 0
+        self._extent = 0
+        self._cursor = 0
+
+    def rewind(self) -> None:
+        self._extent = 0
+        self._cursor = 0
+
+    def reserve(self, num_bytes: int) -> tuple[int, Bytes]:
+        """Offset in the file and writable memory for the next tensor. Equal inventories get equal offsets at every
+        push."""
+        while self._extent < len(self._extents):
+            start, memory = self._extents[self._extent]
+            if self._cursor + num_bytes <= len(memory):
+                begin = self._cursor
+                self._cursor = aligned(begin + num_bytes)
+                return start + begin, memory[begin : begin + num_bytes]
+            self._extent += 1
+            self._cursor = 0
+        self._grow(num_bytes)
+        return self.reserve(num_bytes)
+
+    def close(self) -> None:
+        self._extents.clear()
+        self._finalizer()
+
+    def _grow(self, num_bytes: int) -> None:
+        page = mmap.ALLOCATIONGRANULARITY
+        size = -(-max(num_bytes, _EXTENT_BYTES) // page) * page
+        try:
+            # Allocated here, where lack of room is an error that can be told: writing to a sparse file would end in
+            # SIGBUS.
+            os.posix_fallocate(self._descriptor, self._size, size)
+        except OSError as error:
+            free = os.statvfs(_SHM)
+            free_gb = free.f_bavail * free.f_frsize / 1e9
+            raise PacelineError(
+                f"{_SHM}: {(self._size + size) / 1e9:.2f} GB needed for the weights, {free_gb:.2f} GB left "
+                f"({error.strerror}); enlarge it (docker run --shm-size)"
+            ) from error
+        memory = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=self._size)
+        self._extents.append((self._size, np.frombuffer(memory, np.uint8)))
+        self._size += size
+
+
+def _remove(path: Path, descriptor: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # a forked child inherits this call and must not take the segment from its parent
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _stage_tensor(name: str, tensor: torch.Tensor, offset: int, room: Bytes) -> TensorEntry:
+    source = tensor_bytes(tensor)
+    digest = xxhash.xxh3_128()
+    for start in range(0, len(room), BLOCK_BYTES):
+        block = room[start : start + BLOCK_BYTES]
+        np.copyto(block, source[start : start + BLOCK_BYTES])
+        digest.update(block.data)
+    dtype = dtype_name(tensor.dtype)
+    sealed = seal(digest, dtype, tensor.shape)
+    return TensorEntry(
+        name=name, dtype=dtype, shape=tuple(tensor.shape), offset=offset, num_bytes=len(room), fingerprint=sealed
+    )
+
+
+class ShmReceiver:
+    """Maps segments, and keeps each mapped for the next push."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[Target, tuple[str, torch.Tensor]] = {}
+
+    def fetch(self, push: Push) -> torch.Tensor:
+        """The bytes of a push as read-only memory: whoever keeps a view of it keeps what the next push overwrites."""
+        name, memory = self._mapped.get(push.target, ("", torch.empty(0, dtype=torch.uint8)))
+        if name != push.channel or memory.numel() < push.extent:
+            self._mapped.pop(push.target, None)
+            memory = _map_segment(push.channel, push.extent)
+            self._mapped[push.target] = (push.channel, memory)
+        return memory
+
+    def close(self) -> None:
+        self._mapped.clear()
+
+
+def _map_segment(name: str, size: int) -> torch.Tensor:
+    if not name.startswith(_PREFIX) or "/" in name:
+        raise PushRefusedError(f"segment {name!r}: must be a file in {_SHM} that begins with {_PREFIX!r}")
+    try:
+        descriptor = os.open(_SHM / name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise PushRefusedError(f"segment {name}: {error.strerror}; sender and engine must share {_SHM}") from error
+    try:
+        length = os.fstat(descriptor).st_size
+        if length < size:  # reading past the end of a file is SIGBUS, which no one can catch
+            raise PushRefusedError(f"segment {name}: got {length} bytes; must be at least {size}")
+        # Read-only: a loader that worked in place would change the weights under the other engines, and must rather
+        # fail.
+        memory = mmap.mmap(descriptor, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)

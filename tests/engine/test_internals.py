@@ -1,0 +1,142 @@
+"""Canaries: what `rollout/internals/` relies on is where it was. No engine is started; run first on a new vLLM."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+import pytest
+
+from paceline.rollout.internals import registry, request_ids, scheduler_door, stats
+
+pytest.importorskip("vllm", reason="asks the installed vLLM")
+
+
+def names(record: type) -> set[str]:
+    assert is_dataclass(record), f"{record.__name__} is no dataclass any more"
+    return {field.name for field in fields(record)}
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_scheduler_has_what_the_selector_needs() -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler)
+    for attribute in ("dynamic_sd_lookup", "num_spec_tokens", "running", "waiting", "max_num_running_reqs"):
+        assert f"self.{attribute}" in source, f"Scheduler.{attribute} is gone"
+    # The table is read in `schedule`, for the number of drafts that the step asks for.
+    schedule = inspect.getsource(Scheduler.schedule)
+    assert "self.dynamic_sd_lookup" in schedule and "num_spec_tokens_to_schedule" in schedule
+    assert parameters(Scheduler.update_from_output) == ["self", "scheduler_output", "model_runner_output"]
+    assert parameters(Scheduler.update_draft_token_ids) == ["self", "draft_token_ids"]
+    assert issubclass(AsyncScheduler, Scheduler)
+
+
+def test_outputs_of_a_step_have_our_fields() -> None:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    ours = {"num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens"}
+    assert ours | {"num_spec_tokens_to_schedule"} <= names(SchedulerOutput)
+    assert {"sampled_token_ids", "req_id_to_index"} <= names(ModelRunnerOutput)
+    assert "draft_token_ids" in names(DraftTokenIds)
+    assert isinstance(inspect.getattr_static(Request, "num_tokens"), property)
+
+
+def test_engine_core_answers_utility_calls_by_name() -> None:
+    from vllm.v1.engine import core, core_client
+
+    assert not hasattr(core.EngineCore, scheduler_door.NAME), "vLLM has a method of this name"
+    assert "self.scheduler" in inspect.getsource(core.EngineCore.__init__)
+    assert "getattr(self, method_name)" in inspect.getsource(core)
+    assert parameters(core_client.AsyncMPClient.call_utility_async) == ["self", "method", "args"]
+    try:
+        scheduler_door.install()
+        method = getattr(core.EngineCore, scheduler_door.NAME)
+        convert = core.EngineCoreProc._convert_msgspec_args
+        bound = method.__get__(object())
+        assert convert(bound, ("set_draft_limit", 3)) == ("set_draft_limit", 3)
+        assert convert(bound, ("counters",)) == ("counters",)
+        with pytest.raises(ValueError, match="must be one of"):
+            bound("shutdown")
+    finally:
+        delattr(core.EngineCore, scheduler_door.NAME)
+
+
+def test_statistics_have_our_fields() -> None:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    assert parameters(StatLoggerBase.record)[1:4] == ["scheduler_stats", "iteration_stats", "mm_cache_stats"]
+    scheduler = SchedulerStats(spec_decoding_stats=SpecDecodingStats.new(3))
+    counted = stats.totals(scheduler, IterationStats())
+    assert set(counted) == set(stats.TOTALS) and not any(counted.values())
+    assert set(stats.gauges(scheduler)) == set(stats.GAUGES)
+
+
+def test_requests_go_in_and_come_out_as_we_expect() -> None:
+    import vllm
+    from vllm.inputs.engine import tokens_input
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    assert tokens_input([1, 2])["prompt_token_ids"] == [1, 2]
+    assert parameters(AsyncLLM.add_request)[1:4] == ["request_id", "prompt", "params"]
+    assert "RequestOutputCollector" in str(get_type_hints(AsyncLLM.add_request)["return"])
+    assert inspect.iscoroutinefunction(RequestOutputCollector.get)
+    assert {"finish_reason", "spec_decode_metrics"} <= names(CompletionOutput)
+    labels_tokens = tuple(map(int, vllm.__version__.split(".")[:2])) >= (0, 32)
+    assert ("weight_versions" in names(CompletionOutput)) == labels_tokens, "requests._versions has to know"
+    assert "logprobs" in names(FlatLogprobs)
+    assert RequestOutputKind.FINAL_ONLY
+    for method in ("update_weight_version", "pause_generation", "resume_generation", "reset_prefix_cache"):
+        assert inspect.iscoroutinefunction(getattr(AsyncLLM, method)), method
+
+
+def test_request_ids_keep_ours_before_a_hyphen() -> None:
+    from vllm.v1.engine import input_processor
+
+    assert "-{random_uuid()" in inspect.getsource(input_processor)
+    assert request_ids.rollout_key("12:3-8f2a") == (12, 3)
+
+
+def test_rejection_sampler_takes_our_metadata() -> None:
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_token
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    from paceline.rollout.internals import rejection_sampler
+
+    assert parameters(RejectionSampler.forward)[1:5] == ["metadata", "draft_probs", "logits", "sampling_metadata"]
+    assert parameters(compute_probs_and_sample_next_token)[:2] == ["logits", "sampling_metadata"]
+    ours = inspect.getsource(rejection_sampler)
+    for record in (SamplingMetadata, SpecDecodeMetadata):
+        asked = inspect.signature(record).parameters.items()
+        required = [name for name, parameter in asked if parameter.default is inspect.Parameter.empty]
+        assert [name for name in required if f"{name}=" not in ours] == [], f"{record.__name__} asks for more"
+
+
+def test_backends_can_be_registered_twice() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    for _ in range(2):
+        registry.register_backend("paceline_canary", "paceline.rollout.receiver", "ShmWeightTransferEngine")
+    assert "paceline_canary" in WeightTransferEngineFactory._registry
+    del WeightTransferEngineFactory._registry["paceline_canary"]
+
+
+def test_amx_is_asked_for_by_names_that_torch_has() -> None:
+    import torch
+
+    assert callable(torch.cpu._is_amx_tile_supported) and callable(torch.cpu._init_amx)

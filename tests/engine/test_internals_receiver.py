@@ -1,0 +1,196 @@
+"""Canaries for what the weight receiver touches inside vLLM. No engine is started: each test names what moved.
+
+A test here that fails after an upgrade of vLLM says which file of `rollout/internals/` has to follow.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def mentions(subject: Any, *texts: str) -> list[str]:
+    """Which of the texts the source of `subject` does not contain."""
+    source = inspect.getsource(subject)
+    return [text for text in texts if text not in source]
+
+
+def test_canaries_can_fail() -> None:
+    assert mentions(mentions, "inspect.getsource", "no such" + " text") == ["no such text"]
+
+
+def test_backend_is_driven_through_the_lifecycle_that_receive_push_uses() -> None:
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from paceline.rollout.receiver import PushReceiver
+
+    assert PushReceiver.__abstractmethods__ == frozenset(), "receiver.py: the base class has new abstract methods"
+    assert parameters(WeightTransferEngine.__init__)[1:] == ["config", "vllm_config", "device", "model"]
+    for name in ("start_weight_update", "start_draft_weight_update", "finish_weight_update"):
+        assert parameters(getattr(Worker, name)) == ["self"], f"receiver.py: {name} takes other arguments"
+    assert parameters(Worker.update_weights) == ["self", "update_info"]
+    assert parameters(Worker.init_weight_transfer_engine) == ["self", "init_info"]
+    assert callable(Worker.supports_draft_weight_updates)
+    # A refusal must close the session: otherwise the next start would fail.
+    assert not mentions(Worker.update_weights, "_weight_update_active = False", "reset_weight_update_target()", "raise")
+
+
+def test_backend_gets_objects_and_not_copies() -> None:
+    """`update_weights` makes the update info from the dict that receive_push gives, with the push and its memory in
+    it."""
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+    from paceline.rollout.receiver import PushInfo
+
+    memory = torch.zeros(3, dtype=torch.uint8)
+    host = SimpleNamespace(update_info_cls=PushInfo)
+    info = WeightTransferEngine.parse_update_info(host, {"push": "a push", "memory": memory})  # type: ignore[arg-type]
+    assert info.memory is memory
+
+
+def test_drafter_session_changes_model_and_config() -> None:
+    """`_inventory` reads the checkpoint of whichever model is the target."""
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+    assert not mentions(WeightTransferEngine.set_weight_update_target, "self.model = model", "self.model_config =")
+
+
+def test_factory_can_be_asked_for_the_names_that_it_knows() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    assert isinstance(WeightTransferEngineFactory._registry, dict), "plugin.py asks it before it registers `paceline`"
+    assert parameters(WeightTransferEngineFactory.register_engine) == ["name", "module_path_or_cls", "class_name"]
+
+
+def test_reload_has_the_functions_that_reload_py_calls() -> None:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_processing, initialize_layerwise_reload
+
+    assert parameters(initialize_layerwise_reload) == ["model"]
+    assert parameters(finalize_layerwise_processing) == ["model", "model_config"]
+    assert parameters(disable_mtp_completeness_check) == []
+    stock = (NCCLWeightTransferEngine.receive_weights, "disable_mtp_completeness_check")
+    assert not mentions(*stock), "reload.py: vLLM's own backends load in another way now"
+
+
+def test_tied_head_is_repacked_by_the_method_that_reload_py_calls() -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
+    )
+
+    assert issubclass(ParallelLMHead, VocabParallelEmbedding)
+    packs = UnquantizedEmbeddingMethod.process_weights_after_loading
+    assert not mentions(packs, "is_cpu()", "dispatch_cpu_unquantized_gemm(layer"), (
+        "reload.py: heads are packed otherwise"
+    )
+    assert not mentions(UnquantizedEmbeddingMethod.tie_weights, "layer.weight = embed_tokens.weight")
+
+
+def test_fp8_layer_holds_codes_and_scales_where_fp8_layers_py_reads_them() -> None:
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
+
+    assert not mentions(LinearBase, "self.quant_method")
+    made = Fp8PerBlockOnlineLinearMethod.process_weights_after_loading
+    assert not mentions(made, '"weight"', '"weight_scale_inv"'), "fp8_layers.py: codes or scales have another name"
+
+
+def test_codes_come_back_in_order() -> None:
+    """The layout that codes_in_order undoes: tiles of 32 rows, in each the pairs of columns one after another."""
+    from paceline.rollout.internals.fp8_layers import codes_in_order
+
+    codes_NK = torch.arange(64 * 8, dtype=torch.int32).to(torch.uint8).view(64, 8)
+    packed = codes_NK.view(2, 32, 4, 2).transpose(1, 2).reshape(64, 8)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+    assert torch.equal(codes_in_order(layer), codes_NK)
+    assert not torch.equal(packed, codes_NK)
+
+
+def test_attention_has_the_scales_that_kv_scales_py_sets() -> None:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention import attention as module
+    from vllm.model_executor.models.utils import extract_layer_index
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+
+    names = [f"layer._{part}_scale_float = 1.0" for part in "qkv"] + [f'"_{part}_scale"' for part in "qkv"]
+    names += [f"layer._{part}_scale_cpu = " for part in "kv"]
+    assert not mentions(module, *names), "kv_scales.py: scales have other names"
+    assert not mentions(Attention, "self.layer_name", "self.kv_cache_dtype")
+    assert extract_layer_index("model.layers.7.self_attn.attn") == 7
+    assert [is_quantized_kv_cache(name) for name in ("fp8", "auto")] == [True, False]
+
+
+def test_scales_are_set_and_read_in_both_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.fp8 import KvScales
+    from paceline.rollout.internals import kv_scales
+
+    attention = SimpleNamespace(**{f"_{part}_scale": torch.tensor(1.0) for part in "qkv"})
+    attention._k_scale_cpu, attention._v_scale_cpu = torch.tensor(1.0), torch.tensor(1.0)
+    monkeypatch.setattr(kv_scales, "scaled_attention", lambda _model: [(0, attention)])
+    kv_scales.set_kv_scales(torch.nn.Module(), KvScales(version=1, q=(0.5,), k=(0.25,), v=(2.0,)))
+    assert kv_scales.held_kv_scales(torch.nn.Module()) == {
+        "kv_scales.layers.0.q": (0.5, 0.5),
+        "kv_scales.layers.0.k": (0.25, 0.25),
+        "kv_scales.layers.0.v": (2.0, 2.0),
+    }
+    assert (float(attention._k_scale_cpu), float(attention._v_scale_cpu)) == (0.25, 2.0)
+
+
+def test_worker_gives_out_both_models_and_the_proposer() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert parameters(Worker.get_model) == parameters(Worker.get_draft_model) == ["self"]
+    assert not mentions(GPUModelRunner, "self.drafter"), "drafter_model.py: the proposer has another name"
+
+
+def test_shared_weights_are_found_by_identity() -> None:
+    from paceline.rollout.internals.drafter_model import shared_with_policy
+
+    policy = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(3, 2), "lm_head": torch.nn.Linear(2, 3)})
+    drafter = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(2, 3), "embed_tokens": policy["embed_tokens"]})
+    worker: Any = SimpleNamespace(get_model=lambda: policy, get_draft_model=lambda: drafter)
+    assert shared_with_policy(worker) == {"embed_tokens"}
+
+
+def test_processes_have_the_names_that_processes_py_looks_for() -> None:
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    from paceline.rollout.internals.processes import ENGINE_CORE, WORKER
+
+    assert not mentions(utils, f'else "{ENGINE_CORE}"'), "processes.py: EngineCore has another name"
+    assert not mentions(multiproc_executor, f'name=f"{WORKER}-'), "processes.py: workers have another name"
+
+
+def test_worker_takes_an_extension_whose_names_are_its_own() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from paceline.lab.engines.faults import FaultyWorkerExtension
+
+    names = {name for name in dir(FaultyWorkerExtension) if not name.startswith("__")}
+    assert not [name for name in names if hasattr(Worker, name)], (
+        "worker.py: vLLM's worker has a method of that name now"
+    )
+
+
+def test_platform_is_asked_of_vllm() -> None:
+    from vllm.platforms import current_platform
+
+    from paceline.rollout.internals.platform import on_cpu
+
+    assert on_cpu() == current_platform.is_cpu()

@@ -1,0 +1,153 @@
+"""The command line: what it does to the environment, how signals end it, and what it says when a part is missing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.cli import bench, common, report
+from paceline.config import HubData
+from paceline.context import CancelledError, Context
+from paceline.orchestrator.task import load_task
+from paceline.plan.request import Request
+from paceline.types import PacelineError
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment is the test's own; what main sets in it is undone."""
+    monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if "OFFLINE" not in key})
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, command) -> None:
+    """Let `paceline report` do something else."""
+
+    def add_to(commands) -> None:
+        parser: argparse.ArgumentParser = commands.add_parser("report")
+        parser.set_defaults(command=command)
+
+    monkeypatch.setattr(report, "add_to", add_to)
+
+
+def test_hub_stays_reachable_and_the_users_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With HF_HUB_OFFLINE, `data.kind = "datasets"` would fail for everything that is not in the cache."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "1"
+    replaced(monkeypatch, lambda options, context: 0)
+    assert cli.main(["report"]) == 0
+    assert not [key for key in os.environ if "OFFLINE" in key]
+    assert (os.environ["VLLM_NO_USAGE_STATS"], os.environ["RAY_USAGE_STATS_ENABLED"]) == ("1", "1")
+
+
+def test_dataset_directory_is_loaded_without_the_hub(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": text} for text in "abcd"]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "data"))
+
+    class Letters:
+        def encode(self, text: str) -> list[int]:
+            return [ord(letter) for letter in text]
+
+        def decode(self, token_ids, skip_special_tokens: bool = False) -> str:
+            return ""
+
+    task = load_task(HubData(path=str(tmp_path / "data"), reward="operator:eq"), Letters(), seed=0, num_heldout=1)
+    assert [prompt.text for prompt in task.heldout] == ["d"]
+    assert {next(task.prompts).text for _ in range(3)} == {"a", "b", "c"}
+
+
+def raise_sigterm(options: argparse.Namespace, context: Context) -> int:
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        assert context.cancelled.is_set()
+        with pytest.raises(CancelledError):
+            context.progress("still going")
+    return 0
+
+
+def interrupt(options: argparse.Namespace, context: Context) -> int:
+    raise KeyboardInterrupt
+
+
+def fail(options: argparse.Namespace, context: Context) -> int:
+    raise PacelineError("the policy is on fire")
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [(raise_sigterm, 143, "interrupted"), (interrupt, 130, "interrupted"), (fail, 2, "the policy is on fire")],
+)
+def test_exit_codes(command, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    replaced(monkeypatch, command)
+    assert cli.main(["report"]) == code
+    assert says in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_without_the_lab_benches_say_so_and_other_commands_go_on(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "paceline.lab", None)
+    monkeypatch.setattr(common, "import_module", missing)
+    assert cli.main(["bench", "control"]) == 2
+    assert "bench: the lab (paceline.lab: arena and benches) is not installed" in capsys.readouterr().err
+    common.register_lab()
+
+
+def missing(name: str) -> None:
+    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_a_library_that_the_lab_needs_is_not_taken_for_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "import_module", lambda name: missing("matplotlib"))
+    for ask in (common.register_lab, lambda: common.require_lab("bench")):
+        with pytest.raises(ModuleNotFoundError, match="matplotlib"):
+            ask()
+
+
+def test_every_bench_is_there() -> None:
+    folder = Path(bench.__file__).parents[1] / "lab" / "bench"
+    for name, entry in bench.BENCHES.items():
+        drawer = None if entry.page is None else entry.page.partition(":")[0]
+        for module in (name, entry.on_arena, drawer):
+            assert module is None or (folder / f"{module}.py").is_file()
+
+
+def test_every_option_of_plan_reaches_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parser = cli._parser()
+    words = "plan M --gpus 8xH100 --batch 64 --group-size 8 --lengths 10/20 --prompt-tokens 9 --drafter ngram"
+    words += " --accepted-length 2.5 --trained-length 2.6 --tensor-parallel 2 --learner-gpus 4 --lag 3"
+    words += " --costs a.json --costs b.json"
+    options = parser.parse_args(words.split())
+    asked = Request(**{option.name: getattr(options, option.name) for option in fields(Request)})
+    assert asked == Request(
+        model="M",
+        gpus="8xH100",
+        batch=64,
+        group_size=8,
+        lengths="10/20",
+        prompt_tokens=9,
+        drafter="ngram",
+        accepted_length=2.5,
+        trained_length=2.6,
+        tensor_parallel=2,
+        learner_gpus=4,
+        lag=3,
+        costs=[Path("a.json"), Path("b.json")],
+    )
+    fewest = parser.parse_args(["plan", "M", "--gpus", "8xH100", "--lengths", "10/20"])
+    assert fewest.costs == [] and fewest.batch is None and fewest.drafter == "eagle3"
+
+
+def test_plan_writes_its_answer(tmp_path: Path, capsys) -> None:
+    command = ["plan", "Qwen3-8B", "--gpus", "8xH100", "--batch", "64", "--lengths", "500/1000"]
+    assert cli.main([*command, "--json", str(tmp_path / "plan.json")]) == 0
+    assert "speculation" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["figures"]

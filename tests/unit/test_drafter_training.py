@@ -1,0 +1,369 @@
+"""Drafter training beside a simulated run: devices are leased and given back, and whatever goes wrong costs no
+rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.config import Config, load_config
+from paceline.drafters.drift import Verdict
+from paceline.drafters.rounds import Progress, Rounds, drafter_weights
+from paceline.drafters.store import FileStore
+from paceline.drafters.worker import documents_in, rounds_in
+from paceline.metrics import JsonlSink, Recorder, read_metrics
+from paceline.orchestrator.drafter_training import OnlineDrafterTraining
+from paceline.orchestrator.loop import Parts, train
+from paceline.orchestrator.members import Members
+from paceline.orchestrator.online_drafter import Off
+from paceline.plan.simulate import (
+    SimulatedEngine,
+    SimulatedLearner,
+    SimulatedSender,
+    long_tailed_lengths,
+    run_virtual,
+    score_by_parity,
+    simulated_prompts,
+)
+from paceline.types import Receipt, Rollout, Sample
+
+SETTINGS = [
+    "run.steps=6",
+    "rollout.prompts_per_step=8",
+    "rollout.group_size=4",
+    "rollout.engine.max_num_seqs=4",
+    "eval.every=0",
+    "speculation.drafter.kind=eagle3",
+    "speculation.drafter.path=somewhere",
+    "speculation.training.mode=idle",
+    "speculation.training.round_tokens=200",
+    "speculation.training.drift.heldout_tokens=100",
+]
+SLICE_S = 0.05
+"""Virtual time in which a simulated trainer makes a state of 100 tokens."""
+
+
+@dataclass
+class SimulatedTrainer:
+    """Writes a state every slice while it is leased, and a verdict on the base that it finds."""
+
+    name: str
+    exchange: Rounds
+    accepted_length: Callable[[int], float] = lambda number: 2.0 + number
+    """Accepted length of each base on the held-out slice."""
+    crash_after: int | None = None
+    """Slices of this life."""
+    deaf: bool = False
+    """Does not let go when recalled."""
+    kill_fails: bool = False
+    running: bool = False
+    slices: int = 0
+    num_starts: int = 0
+    log: list[str] = field(default_factory=list)
+    end: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self) -> None:
+        self.num_starts += 1
+        self.slices = 0
+        self.end = asyncio.Event()
+        self.log.append("start")
+
+    async def ready(self) -> bool:
+        return True
+
+    async def lease(self) -> None:
+        self.log.append("lease")
+        self.running = True
+        asyncio.get_running_loop().call_later(SLICE_S, self._slice, self.end)
+
+    async def recall(self) -> None:
+        self.log.append("recall")
+        if self.deaf:
+            await asyncio.Event().wait()
+        self.running = False
+
+    async def kill(self) -> None:
+        self.log.append("kill")
+        self.running = False
+        if self.kill_fails:
+            raise RuntimeError("the process does not end")
+        self.end.set()
+
+    async def ended(self) -> str:
+        await self.end.wait()
+        return "exit code -9"
+
+    def _slice(self, life: asyncio.Event) -> None:
+        if not self.running or life is not self.end:
+            return
+        number, published = self.exchange.round(), self.exchange.published()
+        if number != published and self.exchange.verdict(number) is None:
+            before, after = self.accepted_length(published), self.accepted_length(number)
+            self.exchange.put_verdict(number, Verdict(publish=after > before, why="", before=before, after=after))
+        tokens = self.exchange.progress(self.name).num_tokens + 100
+        self.exchange.put_progress(self.name, Progress(training_s=tokens / 100 * SLICE_S, num_tokens=tokens))
+        self.exchange.put_state(number, self.name, {"drafter/fc.weight": torch.full((2,), number + 1.0)}, tokens)
+        self.slices += 1
+        if self.slices == self.crash_after:
+            self.running = False
+            self.end.set()
+        else:
+            asyncio.get_running_loop().call_later(SLICE_S, self._slice, life)
+
+
+@dataclass(slots=True, kw_only=True)
+class SpeculatingEngine(SimulatedEngine):
+    """Accepts two drafts per verification, as long as the drafter in it is the one that it should have."""
+
+    deaf_to_drafters: bool = False
+    accepts: bool = True
+
+    async def collect(self) -> Sequence[Rollout]:
+        # The base is named: a slotted dataclass is made anew, and `super()` without arguments would not find it.
+        found = await SimulatedEngine.collect(self)
+        return [
+            replace(r, num_verifications=100, num_drafted=300, num_accepted=200 if self.accepts else 0) for r in found
+        ]
+
+
+@dataclass(kw_only=True)
+class DrafterWire(SimulatedSender):
+    trainers: list[SimulatedTrainer] = field(default_factory=list)
+    drafters: list[tuple[int, float]] = field(default_factory=list)
+    stopped: int = 0
+    loses_drafters: int = 0
+    """How many of the pushes leave the engines with a drafter that knows nothing."""
+    stale: int = 0
+    """In how many of the pushes the last engine is found with a tensor of the drafter before."""
+
+    async def send(self, version: int) -> Sequence[Receipt]:
+        assert not any(trainer.running for trainer in self.trainers), "a sync began while a device was leased"
+        return await super().send(version)
+
+    async def send_drafter(self, number: int) -> Sequence[Receipt]:
+        assert not any(trainer.running for trainer in self.trainers)
+        weights = drafter_weights(self.trainers[0].exchange.file(number))
+        self.drafters.append((number, float(weights["fc.weight"][0])))
+        for engine in self.engines:
+            assert isinstance(engine, SpeculatingEngine)
+            engine.accepts = len(self.drafters) > self.loses_drafters
+        receipts = [
+            Receipt(engine=e.name, version=number, num_tensors=1, num_bytes=8, seconds=0.0) for e in self.engines
+        ]
+        if len(self.drafters) <= self.stale:
+            receipts[-1] = replace(receipts[-1], mismatched=("fc.weight",))
+        return receipts
+
+    async def stop_speculation(self) -> None:
+        self.stopped += 1
+
+
+class AloneLearner(SimulatedLearner):
+    """Needs the cores of these trainers to itself."""
+
+    trainers: list[SimulatedTrainer]
+
+    async def update(self, samples: Sequence[Sample]):
+        assert not any(trainer.running for trainer in self.trainers), (
+            "the policy was updated while a device that it needs was leased"
+        )
+        return await super().update(samples)
+
+
+@dataclass
+class Outcome:
+    records: dict
+    trainers: list[SimulatedTrainer]
+    wire: DrafterWire
+    seconds: float
+    exchange: Rounds
+
+
+def simulate(
+    tmp_path: Path,
+    *,
+    settings: Sequence[str] = (),
+    trains: bool = True,
+    loses_drafters: int = 0,
+    stale: int = 0,
+    apart: Sequence[str] = (),
+    learner_s: float = 0.0,
+    **trainer,
+) -> Outcome:
+    config: Config = load_config(None, [*SETTINGS, *settings])
+    recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
+    (tmp_path / "drafter").mkdir()
+    save_file({"fc.weight": torch.zeros(2)}, tmp_path / "drafter" / "model.safetensors")
+    directory = tmp_path / "shared"
+    documents_in(directory).mkdir(parents=True)
+    (documents_in(directory) / "1.head").touch()
+    exchange = Rounds(rounds_in(directory), tmp_path / "drafter")
+    trainers = [SimulatedTrainer(f"engine-{i}", exchange, **trainer) for i in range(2)]
+    outcome: list[DrafterWire] = []
+
+    async def work() -> None:
+        engines = [
+            SpeculatingEngine(name=t.name, length_of=long_tailed_lengths(0), max_num_seqs=4, seconds_per_token=0.01)
+            for t in trainers
+        ]
+        wire = DrafterWire(engines=engines, trainers=trainers, loses_drafters=loses_drafters, stale=stale)
+        outcome.append(wire)
+        learner = AloneLearner(seconds_per_token=learner_s)
+        object.__setattr__(learner, "trainers", [trainer for trainer in trainers if trainer.name not in apart])
+        assert config.speculation is not None
+        members = Members(engines)
+        store = FileStore(directory, tmp_path / "drafter", members.names, config.speculation)
+        training = OnlineDrafterTraining(members, trainers, wire, store, config.speculation.training, apart=apart)
+        training.keep_in(tmp_path / "kept.safetensors")
+        parts = Parts(
+            members=members,
+            learner=learner,
+            sender=wire,
+            prompts=simulated_prompts(),
+            heldout=[],
+            score=score_by_parity,
+            drafter=training if trains else Off(),
+        )
+        await train(parts, config, recorder)
+
+    _, seconds = run_virtual(work)
+    recorder.close()
+    return Outcome(read_metrics(tmp_path / "metrics.jsonl"), trainers, outcome[0], seconds, exchange)
+
+
+def events(outcome: Outcome, what: str) -> list[dict]:
+    return [event for event in outcome.records.get("event", []) if event["what"] == what]
+
+
+def lengths(outcome: Outcome) -> list[int]:
+    return [len(record["length"]) for record in outcome.records["rollouts"]]
+
+
+def test_idle_engines_train_and_are_back_for_every_update_and_sync(tmp_path: Path) -> None:
+    outcome = simulate(tmp_path)  # the wire and the learner assert that nobody trains meanwhile
+    assert lengths(outcome) == [32] * 6
+    trained = sum(outcome.exchange.progress(trainer.name).num_tokens for trainer in outcome.trainers)
+    assert trained > 500
+    last = outcome.records["step"][-1]["metrics"]
+    assert last["draft/idle_used"] > 0.5
+    assert {use for record in outcome.records["places"] for _, use, _, _ in record["spans"]} >= {
+        "generate",
+        "train",
+        "idle",
+    }
+
+
+def test_training_costs_the_run_no_time(tmp_path: Path) -> None:
+    (tmp_path / "with").mkdir()
+    (tmp_path / "without").mkdir()
+    with_training = simulate(tmp_path / "with")
+    without = simulate(tmp_path / "without", trains=False)
+    assert with_training.seconds == pytest.approx(without.seconds, rel=1e-6)
+
+
+def test_what_was_judged_better_is_published_once_and_in_order(tmp_path: Path) -> None:
+    outcome = simulate(tmp_path)
+    published = [number for number, _ in outcome.wire.drafters]
+    assert published == sorted(set(published)) and len(published) >= 2
+    assert all(weight == number for number, weight in outcome.wire.drafters), "another base was sent than was judged"
+    assert [event["round"] for event in events(outcome, "drafter_published")] == published
+    kept = load_file(tmp_path / "kept.safetensors")
+    assert kept["fc.weight"].tolist() == [float(published[-1])] * 2, (
+        "a crash would leave another drafter than the engines have"
+    )
+
+
+@pytest.mark.parametrize("stale", [1, 2])
+def test_drafter_that_an_engine_holds_only_in_part_is_pushed_again_and_counts_as_published_only_then(
+    stale: int, tmp_path: Path
+) -> None:
+    """A push that returns without an error may have left a tensor of the drafter before: the fingerprints say so."""
+    outcome = simulate(tmp_path, stale=stale)
+    failed = events(outcome, "drafter_push_failed")
+    assert [(event["engine"], event["why"]) for event in failed] == [("engine-1", "fingerprints differ")] * stale
+    first = outcome.wire.drafters[0][0]
+    assert outcome.wire.drafters[1][0] == first, "not pushed again"
+    published = [event["round"] for event in events(outcome, "drafter_published")]
+    assert (first in published) == (stale == 1)
+    assert lengths(outcome) == [32] * 6
+
+
+def test_what_was_judged_worse_is_not_published_and_forgotten(tmp_path: Path) -> None:
+    outcome = simulate(tmp_path, accepted_length=lambda number: 2.0 - 0.5 * number)
+    assert not outcome.wire.drafters
+    assert events(outcome, "drafter_refused")
+    newest = drafter_weights(outcome.exchange.file(outcome.exchange.published()))
+    assert newest["fc.weight"].tolist() == [0.0, 0.0], "training goes on from what is in the engines"
+
+
+def test_trainers_that_crash_cost_no_rollout_and_are_not_replaced_for_ever(tmp_path: Path) -> None:
+    outcome = simulate(tmp_path, settings=["speculation.training.round_tokens=1000000"], crash_after=1)
+    assert lengths(outcome) == [32] * 6
+    assert len(events(outcome, "trainer_lost")) >= 4
+    assert all(trainer.num_starts <= 4 for trainer in outcome.trainers)
+    assert events(outcome, "trainer_given_up")
+
+
+def test_trainer_that_does_not_let_go_is_killed_within_its_grace(tmp_path: Path) -> None:
+    (tmp_path / "deaf").mkdir()
+    (tmp_path / "without").mkdir()
+    outcome = simulate(tmp_path / "deaf", deaf=True)
+    without = simulate(tmp_path / "without", trains=False)
+    assert lengths(outcome) == [32] * 6
+    assert any("kill" in trainer.log for trainer in outcome.trainers)
+    assert outcome.seconds - without.seconds < 6 * 0.11, "at most grace_s a step"
+
+
+def test_a_failure_that_nobody_foresaw_is_an_event_and_costs_no_rollout(tmp_path: Path) -> None:
+    outcome = simulate(tmp_path, deaf=True, kill_fails=True)
+    assert lengths(outcome) == [32] * 6
+    assert any("does not end" in event["why"] for event in events(outcome, "slot_failed"))
+
+
+def test_lost_drafter_is_pushed_again_and_then_speculation_ends(tmp_path: Path) -> None:
+    """Engines whose drafter did not arrive speculate on, accept nothing, and nobody notices but the clock."""
+    outcome = simulate(tmp_path, settings=["run.steps=12"], loses_drafters=99)
+    assert [event["remedy"] for event in events(outcome, "drafter_lost")] == ["push again", "speculation off"]
+    assert outcome.wire.stopped == 1
+    assert len({number for number, _ in outcome.wire.drafters}) < len(outcome.wire.drafters), "the same drafter, twice"
+
+
+def test_drafter_that_arrives_the_second_time_keeps_speculating(tmp_path: Path) -> None:
+    outcome = simulate(tmp_path, settings=["run.steps=12"], loses_drafters=1)
+    assert [event["remedy"] for event in events(outcome, "drafter_lost")] == ["push again"]
+    assert outcome.wire.stopped == 0
+
+
+def test_inline_mode_trains_after_the_update_for_the_time_that_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "inline").mkdir()
+    (tmp_path / "without").mkdir()
+    inline = simulate(
+        tmp_path / "inline", settings=["speculation.training.mode=inline", "speculation.training.inline_s=0.5"]
+    )
+    without = simulate(tmp_path / "without", trains=False)
+    assert inline.seconds - without.seconds == pytest.approx(6 * 0.5, abs=0.3)
+    assert inline.wire.drafters
+
+
+def test_with_a_lag_engines_are_awake_for_every_sync(tmp_path: Path) -> None:
+    outcome = simulate(tmp_path, settings=["run.lag=1"])  # the wire asserts it
+    assert lengths(outcome) == [32] * 6
+
+
+def test_an_engine_that_stands_apart_from_the_learner_is_leased_while_that_works(tmp_path: Path) -> None:
+    (tmp_path / "apart").mkdir()
+    (tmp_path / "beside").mkdir()
+    apart = simulate(
+        tmp_path / "apart", apart=["engine-1"], learner_s=0.001
+    )  # the learner and the wire assert the rest
+    beside = simulate(tmp_path / "beside", learner_s=0.001)
+    # Not exactly: of rollouts that end at the same virtual moment another may be the first, and take the next slot.
+    assert apart.seconds == pytest.approx(beside.seconds, rel=1e-2)
+    trained = [outcome.exchange.progress("engine-1").num_tokens for outcome in (apart, beside)]
+    assert trained[0] > 1.5 * trained[1]

@@ -1,0 +1,114 @@
+"""Totals become metrics of a step: differences by engine, rates from sums; an engine that does not answer costs a
+count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import pytest
+
+from paceline.metrics import Metrics
+from paceline.orchestrator import engine_counters
+from paceline.orchestrator.engine_counters import Differences, ask
+from paceline.plan.simulate import SimulatedEngine
+from paceline.rollout.counters import BIN_S, MOST_BINS, DraftCounters, Timeline
+from paceline.selector.cost import Step
+from paceline.types import DraftBin, EngineLostError
+
+
+def reduced(differences: Differences, totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    metrics = Metrics()
+    differences.add(totals, metrics)
+    return metrics.reduce()
+
+
+def test_a_step_gets_differences_and_not_totals() -> None:
+    differences = Differences()
+    reduced(differences, {"a": {"engine/preemptions": 5.0}, "b": {"engine/preemptions": 1.0}})
+    step = reduced(differences, {"a": {"engine/preemptions": 7.0}, "b": {"engine/preemptions": 1.0}})
+    assert step == {"engine/preemptions": 2.0}
+
+
+def test_an_engine_that_started_again_counts_from_nothing() -> None:
+    differences = Differences()
+    reduced(differences, {"a": {"engine/generated_tokens": 900.0}})
+    assert reduced(differences, {"a": {"engine/generated_tokens": 30.0}}) == {"engine/generated_tokens": 30.0}
+
+
+def test_shares_weigh_engines_by_their_counts() -> None:
+    """A mean of two engines' hit rates would say 0.5."""
+    totals = {
+        "a": {"engine/prefix_cache_hits": 0.0, "engine/prefix_cache_queries": 10.0},
+        "b": {"engine/prefix_cache_hits": 90.0, "engine/prefix_cache_queries": 90.0},
+    }
+    assert reduced(Differences(), totals) == {"engine/prefix_cache_hit_share": 0.9}
+
+
+def test_draft_lengths_are_a_distribution_and_its_mean() -> None:
+    totals = {"a": {"selector/steps_at_k0": 1.0, "selector/steps_at_k3": 3.0}, "b": {"selector/steps_at_k0": 2.0}}
+    step = reduced(Differences(), totals)
+    assert step == {"selector/steps_at_k0": 3.0, "selector/steps_at_k3": 3.0, "selector/draft_length_mean": 1.5}
+
+
+class Silent(SimulatedEngine):
+    async def metrics(self) -> Mapping[str, float]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class Gone(SimulatedEngine):
+    async def take_timeline(self) -> Sequence[DraftBin]:
+        raise EngineLostError(self.name, "killed")
+
+
+def test_engines_that_do_not_answer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_counters, "ASK_DEADLINE_S", 0.01)
+    kinds = {"a": SimulatedEngine, "b": Silent, "c": Gone}
+    engines = [
+        kind(name=name, length_of=lambda request: 1, max_num_seqs=1, seconds_per_token=0.0)
+        for name, kind in kinds.items()
+    ]
+    totals, timelines, num_failed = asyncio.run(ask(engines))
+    assert set(totals) == set(timelines) == {"a"}
+    assert num_failed == 2
+
+
+def step(*, drafted: int, seconds: float = 0.1, emitted: int = 6, prefill: int = 0) -> Step:
+    return Step(
+        num_requests=4,
+        num_prefill_tokens=prefill,
+        context_tokens=100,
+        verified=2,
+        drafted=drafted,
+        seconds=seconds,
+        proposed_at=(4, 4),
+        accepted_at=(2, 0),
+        num_emitted=emitted,
+    )
+
+
+def test_expectation_is_held_against_what_the_same_steps_brought() -> None:
+    counters = DraftCounters(max_draft_length=3)
+    counters.add(step(drafted=2), 50.0)
+    counters.add(step(drafted=2, seconds=0.3), 100.0)
+    counters.add(step(drafted=0, prefill=80), 70.0)  # computes prompts: another kind of step
+    counters.add(step(drafted=3), None)  # nothing was expected of it
+    found = reduced(Differences(), {"a": {f"selector/{key}": value for key, value in counters.totals().items()}})
+    assert found["selector/expected_tokens_per_s"] == pytest.approx((50 * 0.1 + 100 * 0.3) / 0.4)
+    assert found["selector/measured_tokens_per_s"] == pytest.approx(12 / 0.4)
+    assert [found[f"selector/steps_at_k{k}"] for k in range(4)] == [1, 0, 2, 1]
+
+
+def test_timeline_is_bounded_and_loses_nothing() -> None:
+    timeline = Timeline()
+    for number in range(5 * MOST_BINS):
+        timeline.add(1000.0 + number * BIN_S, step(drafted=number % 4))
+    bins = [DraftBin(*row) for row in timeline.take()]
+    assert MOST_BINS / 2 <= len(bins) <= MOST_BINS
+    assert sum(item.num_steps for item in bins) == 5 * MOST_BINS
+    assert sum(item.num_verifications for item in bins) == 20 * MOST_BINS
+    assert all(a.begin_s + a.width_s <= b.begin_s for a, b in pairwise(bins))
+    assert bins[0].begin_s <= 1000.0 < bins[0].begin_s + bins[0].width_s
+    assert timeline.take() == []

@@ -1,0 +1,140 @@
+"""The sender of a cluster without Ray: when it makes a process group, and what a lost engine costs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from paceline.cluster.proxies import RemoteSender
+from paceline.config import EngineConfig
+from paceline.orchestrator.members import Members
+from paceline.types import EngineLostError, PacelineError, Receipt
+from paceline.weights.distributed import GroupAddress
+from paceline.weights.message import Push
+
+
+class FakeLearner:
+    """Counts groups; `broken` says why the next broadcast fails."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.transmitted = 0
+        self.broken: str | None = None
+        self.absent: str | None = None
+
+    async def host_group(self, num_workers: int, timeout_s: float) -> GroupAddress:
+        self.sizes.append(num_workers)
+        return GroupAddress(name=f"g{len(self.sizes)}", host="", port=1, size=1 + num_workers, timeout_s=timeout_s)
+
+    async def join_group(self) -> str | None:
+        return self.absent
+
+    async def stage(self, version: int) -> Push:
+        name = f"g{len(self.sizes)}"
+        return Push(version=version, target="policy", transport="distributed", channel=name, entries=())
+
+    async def transmit(self) -> str | None:
+        self.transmitted += 1
+        return self.broken
+
+
+class FakeEngine:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dies_in_join = False
+        self.joined: tuple[str, int] = ("", 0)
+        self.received: list[int] = []
+
+    async def join_group(self, address: GroupAddress, first_rank: int) -> str | None:
+        if self.dies_in_join:
+            raise EngineLostError(self.name, "its process ended")
+        self.joined = (address.name, first_rank)
+        return None
+
+    async def receive(self, push: Push) -> Receipt:
+        error = None if push.channel == self.joined[0] else "not joined"
+        self.received.append(push.version)
+        return Receipt(engine=self.name, version=push.version, num_tensors=0, num_bytes=0, seconds=0.0, error=error)
+
+
+class Scene:
+    def __init__(self, workers: int = 1, transport: Any = "distributed") -> None:
+        self.engines = [FakeEngine(f"engine-{i}") for i in range(3)]
+        self.learner = FakeLearner()
+        engines: Any = self.engines
+        learner: Any = self.learner
+        self.members = Members(engines)
+        config = EngineConfig(tensor_parallel_size=workers)
+        self.sender = RemoteSender(learner, engines, self.members, config, transport)
+
+    def send(self, version: int) -> dict[str, Receipt]:
+        return {receipt.engine: receipt for receipt in asyncio.run(self.sender.send(version))}
+
+
+def test_one_group_serves_all_pushes() -> None:
+    """Every worker has a rank of its own, behind the sender's."""
+    scene = Scene(workers=2)
+    assert all(receipt.ok for version in (1, 2) for receipt in scene.send(version).values())
+    assert scene.learner.sizes == [6]
+    assert [engine.joined for engine in scene.engines] == [("g1", 1), ("g1", 3), ("g1", 5)]
+
+
+def test_shared_memory_needs_no_group() -> None:
+    scene = Scene(transport="shared_memory")
+    scene.send(1)
+    assert scene.learner.sizes == []
+
+
+def test_group_is_made_anew_without_an_engine_that_was_lost() -> None:
+    """A broadcast that waited for it would time out."""
+    scene = Scene()
+    scene.send(1)
+    scene.members.lose("engine-1", "killed")
+    receipts = scene.send(2)
+    assert set(receipts) == {"engine-0", "engine-2"}
+    assert all(receipt.ok for receipt in receipts.values())
+    assert scene.learner.sizes == [3, 2]
+    assert scene.engines[2].joined == ("g2", 2)
+
+
+def test_group_is_made_anew_for_an_engine_that_came_back_or_was_restarted() -> None:
+    """Its new process has joined nothing, although its name is the same."""
+    scene = Scene()
+    scene.send(1)
+    scene.members.lose("engine-2", "killed")
+    member: Any = scene.engines[2]
+    scene.members.join(member)
+    assert all(receipt.ok for receipt in scene.send(2).values())
+    scene.sender.engines_restarted()
+    assert all(receipt.ok for receipt in scene.send(3).values())
+    assert scene.learner.sizes == [3, 3, 3]
+
+
+def test_engine_that_dies_while_the_group_is_made_is_lost_and_the_others_get_the_push() -> None:
+    scene = Scene()
+    scene.engines[0].dies_in_join = True
+    scene.learner.absent = None
+    receipts = scene.send(1)
+    assert (receipts["engine-0"].lost, receipts["engine-0"].error) == (True, "its process ended")
+    assert receipts["engine-1"].ok and receipts["engine-2"].ok
+    assert scene.learner.sizes == [3, 2]
+    assert scene.engines[0].received == []
+
+
+def test_group_that_nobody_is_missing_from_and_that_still_fails_ends_the_run() -> None:
+    """Trying again would wait for ever: a firewall between learner and engines."""
+    scene = Scene()
+    scene.learner.absent = "timed out"
+    with pytest.raises(PacelineError, match="did not meet in a process group: timed out"):
+        scene.send(1)
+
+
+def test_group_is_made_anew_after_a_failed_broadcast() -> None:
+    scene = Scene()
+    scene.learner.broken = "connection closed by peer"
+    scene.send(1)
+    scene.learner.broken = None
+    assert all(receipt.ok for receipt in scene.send(1).values())
+    assert scene.learner.sizes == [3, 3]
