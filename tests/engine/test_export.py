@@ -183,7 +183,7 @@ def test_stock_vllm_serves_it_as_the_card_says_and_accepts_as_much(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -48,7 +48,7 @@ def hosted(
     )
     trace = tmp_path_factory.mktemp("hosted") / "steps.jsonl"
     command = [sys.executable, str(HOST), str(policy_path), str(trace)]
-    done = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), steps(trace)
 
@@ -166,7 +166,7 @@ def test_server_adapts_with_two_flags(policy_path: Path, tmp_path: Path) -> None
 
 
 def _wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
         assert server.poll() is None, log.read_text()[-3000:]
         try:

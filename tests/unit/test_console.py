@@ -181,7 +181,7 @@ def test_exception_that_nobody_catches_gives_the_terminal_back():
         "sink.write('stage', {'step': 1, 'stage': 'train', 'time_s': 0.0})\n"
         "raise RuntimeError('boom')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
     assert HIDE_CURSOR in done.stdout
     assert done.stdout.rindex(SHOW_CURSOR) > done.stdout.rindex(HIDE_CURSOR)
