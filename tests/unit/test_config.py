@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from paceline.config import ArenaData, JsonlData, load_config
+from paceline.config import ArenaData, EngineConfig, JsonlData, load_config
 
 
 def test_defaults_are_a_whole_config():
@@ -112,3 +112,9 @@ def test_config_cannot_change_during_a_run():
 def test_resolved_config_makes_the_same_config_again():
     config = load_config(overrides=["run.steps=3", "data.kind=jsonl", "data.path=a.jsonl", "data.reward=a.py:b"])
     assert type(config).model_validate_json(config.model_dump_json()) == config
+
+
+def test_engines_compile_on_gpus_by_default_as_plan_assumes() -> None:
+    """`paceline plan` promises step times inside graphs."""
+    assert EngineConfig().compiles(gpu=True) and not EngineConfig().compiles(gpu=False)
+    assert EngineConfig(compile=True).compiles(gpu=False) and not EngineConfig(compile=False).compiles(gpu=True)

@@ -17,6 +17,7 @@ from paceline.measure import Goal
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.request_ids import rollout_key
+from paceline.rollout.speculation import own_settings
 from paceline.types import Prompt, Rollout, RolloutRequest
 
 
@@ -103,7 +104,7 @@ async def generate(
 
 def _trace_to(trace: Path, args: Any) -> None:
     """Have the scheduler write a line for every step; `args` are vLLM's AsyncEngineArgs."""
-    args.additional_config["paceline"]["trace"] = str(trace)
+    own_settings(args.additional_config)["trace"] = str(trace)
 
 
 def _speculation(subject: Subject, config: EngineConfig) -> SpeculationConfig:

@@ -29,14 +29,22 @@ class EngineConfig(Section):
     kv_cache: Literal["full", "fp8"] = "full"
     """`full` is `dtype`. `fp8` holds twice as many tokens; the learner calibrates its scales after every update
     (`learner.calibration`)."""
-    compile: bool = False
-    """Compile the model. Compiled steps are about twice as fast on the CPU but cost a minute or two at start."""
-    start_deadline_s: float = Field(default=300, gt=0)
-    """Seconds within which an engine must have started."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the model and, on GPUs, capture CUDA graphs. `auto` does on GPUs and not on the CPU, where compiled steps
+    are about twice as fast but the first start takes a minute or two longer."""
+    cuda_graph_gb: float = Field(default=2.0, gt=0)
+    """Memory of one GPU, in GB, that the CUDA graphs of a speculating engine may take by estimate. More of it allows
+    more draft lengths (0, 1, 3, 7 or all) and larger batches to run in graphs."""
+    start_deadline_s: float = Field(default=900, gt=0)
+    """Seconds within which an engine must have started; loading, compiling and capturing graphs count."""
     call_deadline_s: float = Field(default=60, gt=0)
     """Seconds for calls that should answer at once: submit, pause, sleep, metrics."""
     progress_deadline_s: float = Field(default=120, gt=0)
     """An engine that has requests but produces no token for this many seconds is lost."""
+
+    def compiles(self, *, gpu: bool) -> bool:
+        """Whether an engine on a GPU, or on the CPU, compiles its model."""
+        return gpu if self.compile == "auto" else self.compile
 
     @property
     def in_full_precision(self) -> EngineConfig:

@@ -12,7 +12,14 @@ from paceline.config import EngineConfig, SpeculationConfig
 from paceline.fp8 import ROUTERS
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.sampler import refuse_lossy
-from paceline.rollout.speculation import FP8_WEIGHTS, scheduler_class, scheduler_settings, speculative_config
+from paceline.rollout.speculation import (
+    FP8_WEIGHTS,
+    Unhashed,
+    graph_plan,
+    scheduler_class,
+    scheduler_settings,
+    speculative_config,
+)
 from paceline.types import RolloutRequest
 
 if TYPE_CHECKING:
@@ -27,6 +34,7 @@ def engine_args(
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     cpu, fp8 = on_cpu(), config.weights == "fp8"
+    compiles = config.compiles(gpu=not cpu)
     args = AsyncEngineArgs(
         model=str(model_path),
         skip_tokenizer_init=True,  # token ids in, token ids out
@@ -35,7 +43,7 @@ def engine_args(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         tensor_parallel_size=config.tensor_parallel_size,
-        enforce_eager=not config.compile,
+        enforce_eager=not compiles,
         kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) if cpu else None,
         gpu_memory_utilization=config.gpu_memory_utilization,
         quantization=FP8_WEIGHTS if fp8 else None,
@@ -55,10 +63,14 @@ def engine_args(
         disable_log_stats=True,  # vLLM's own loggers; ours stays
     )
     if speculation is not None:
-        args.speculative_config = speculative_config(speculation, config)
+        # Without graphs, the scheduler may use every draft length.
+        plan = None if cpu or not compiles else graph_plan(speculation, config)
+        args.speculative_config = speculative_config(speculation, config, plan)
         refuse_lossy(args.speculative_config)
+        if plan is not None:
+            args.compilation_config.cudagraph_capture_sizes = plan.capture_sizes
         args.scheduler_cls = scheduler_class(speculation, cpu=cpu)
-        args.additional_config = {"paceline": scheduler_settings(speculation)}
+        args.additional_config = cast("Any", Unhashed(scheduler_settings(speculation, plan)))
         args.per_request_spec_decode_metrics = "summary"
     return args
 

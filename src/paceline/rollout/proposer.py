@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from paceline.config import HistoryDrafter
 from paceline.drafters.history import History
 from paceline.drafters.history_exchange import HistoryExchange
+from paceline.rollout.speculation import own_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -120,8 +121,7 @@ class HistoryProposer:
 
 def _settings(additional_config: Any) -> HistoryDrafter:
     """Plain data from vLLM's side channel, which other plugins may use too."""
-    ours = additional_config.get("paceline", {}) if isinstance(additional_config, dict) else {}
-    return HistoryDrafter.model_validate(ours.get("drafter", {}))
+    return HistoryDrafter.model_validate(own_settings(additional_config).get("drafter", {}))
 
 
 def _build(settings: HistoryDrafter, vllm_config: VllmConfig, vocabulary_size: int) -> History:

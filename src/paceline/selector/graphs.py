@@ -1,20 +1,31 @@
-"""Chooses the (batch, draft length) pairs to capture as CUDA graphs inside a memory budget, as settings for vLLM.
+"""Chooses the CUDA graphs of a speculating engine inside a memory budget, as settings for vLLM.
 
-A decode step of n requests with drafts of length k verifies n * (k + 1) tokens, and vLLM captures graphs by that number
-(`cudagraph_capture_sizes`). Its own choice follows one table fixed at start; a selector may ask for any k at any batch,
-and capturing every pair costs as many times the memory as there are draft lengths (the TLT paper: 7.81 GB for one
-strategy, 30.39 GB for all of its pool). But long drafts pay at small batches only: once n * (k + 1) tokens make the
-step bound by compute, verifying costs more than it yields. So pairs are kept below a ceiling of tokens, the highest
-that the budget allows, and k = 0 at every batch. A pair without a graph still runs, eagerly, and the selector measures
-it as what it then is.
+A decode step of n requests with drafts of length k verifies n * (k + 1) tokens. vLLM captures a graph for each pair of
+a size in `cudagraph_capture_sizes` (tokens, rounded up to a multiple of k + 1) and a draft length in its table. A step
+is padded to the next captured number of tokens, and finds a graph only if one of its own draft length has exactly that
+number. So graphs of one length get in the way of others: with sizes of 3 and 4 tokens, three requests without drafts
+are padded to 3 tokens, where there is only a graph for one request with two drafts, and run without one.
+
+Two kinds of plans have no such holes. Either every number of tokens is captured; that is affordable for few requests.
+Or all sizes are multiples of every k + 1, for which draft lengths 0, 1, 3, 7, 15 are chosen (k + 1 doubles), and the
+scheduler keeps to those. Graphs cost memory: the TLT paper has 7.81 GB for one strategy and 30.39 GB for all of its
+pool. A plan gives up, in this order: lengths between the doubling ones, fine spacing of the sizes, steps of many
+tokens (long drafts pay at small batches only), and at last drafts. A step without a graph still runs, eagerly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 Pair = tuple[int, int]  # requests, draft length
+
+LARGEST_STEP = 2048
+"""Tokens of the largest captured step: vLLM schedules at least as many in one step, whatever the GPU."""
+_SPACINGS = (8, 16, 32, 64)
+"""Least tokens between two sizes. The first is vLLM's own below 256 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,26 +37,83 @@ class GraphMemory:
     per_graph_gb: float
     per_token_gb: float = 0.0
 
-    def gigabytes(self, pairs: Iterable[Pair]) -> float:
-        tokens = [n * (k + 1) for n, k in set(pairs)]
+    def gigabytes(self, pairs: Iterable[Pair], mixed: Iterable[int] = ()) -> float:
+        """Memory of the graphs for these pairs, and of those for mixed steps (prefill too) of so many tokens."""
+        tokens = [*(n * (k + 1) for n, k in set(pairs)), *mixed]
         return self.shared_gb + self.per_graph_gb * len(tokens) + self.per_token_gb * sum(tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturePlan:
+    draft_lengths: tuple[int, ...]
+    """Draft lengths that have graphs, for vLLM's `num_speculative_tokens_per_batch_size` (see `length_table`)."""
+    capture_sizes: list[int]
+    """vLLM's `compilation_config["cudagraph_capture_sizes"]`."""
     pairs: tuple[Pair, ...]
+    """The graphs that vLLM captures with these settings."""
     ceiling: int
-    """Largest number of tokens in a captured step that verifies drafts."""
+    """Tokens of the largest captured step."""
     gigabytes: float
 
-    @property
-    def capture_sizes(self) -> list[int]:
-        """vLLM's `compilation_config["cudagraph_capture_sizes"]`."""
-        return sorted({n * (k + 1) for n, k in self.pairs})
+    def graph_for(self, num_requests: int, draft_length: int) -> Pair | None:
+        """The graph to which vLLM pads this step; None if it runs without one."""
+        num_tokens = num_requests * (draft_length + 1)
+        padded = min((n * (k + 1) for n, k in self.pairs if n * (k + 1) >= num_tokens), default=0)
+        pair = padded // (draft_length + 1), draft_length
+        return pair if padded % (draft_length + 1) == 0 and pair in self.pairs else None
 
-    def draft_length_at(self, num_requests: int) -> int:
-        """Longest captured draft length for this batch, which is padded to the next captured one."""
-        return max((k for n, k in self.pairs if n >= num_requests), default=0)
+    def has_holes(self, max_num_requests: int) -> bool:
+        """Whether a step of at most `ceiling` tokens, of a draft length of the plan, runs without a graph."""
+        captured_at = {n * (k + 1): set[int]() for n, k in self.pairs}
+        for n, k in self.pairs:
+            captured_at[n * (k + 1)].add(k)
+        counts = sorted(captured_at)
+        for k in self.draft_lengths:
+            for num_tokens in range(k + 1, min(max_num_requests * (k + 1), self.ceiling) + 1, k + 1):
+                at = bisect_left(counts, num_tokens)
+                if at == len(counts) or k not in captured_at[counts[at]]:
+                    return True
+        return False
+
+
+def plan_capture(
+    *, max_num_requests: int, draft_lengths: Sequence[int], memory: GraphMemory, budget_gb: float
+) -> CapturePlan:
+    """Choose the first plan that fits into the budget, by the order of the module's docstring."""
+    wanted = tuple(sorted({0, *draft_lengths}))
+    least_gb = math.inf
+    for lengths, sizes in _plans(wanted, max_num_requests):
+        pairs = captured(sizes, lengths, max_num_requests)
+        gigabytes = memory.gigabytes(pairs, sizes)
+        plan = CapturePlan(
+            draft_lengths=lengths, capture_sizes=sizes, pairs=pairs, ceiling=sizes[-1], gigabytes=gigabytes
+        )
+        least_gb = min(least_gb, gigabytes)
+        if gigabytes <= budget_gb and not plan.has_holes(max_num_requests):
+            return plan
+    raise ValueError(
+        f"rollout.engine.cuda_graph_gb: got {budget_gb}; must be at least {least_gb:.2f} because plain decoding is "
+        f"captured for batches of up to {max_num_requests} requests"
+    )
+
+
+def _plans(lengths: tuple[int, ...], max_num_requests: int) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    """Draft lengths and capture sizes, the best first."""
+    highest = max(max_num_requests, min(LARGEST_STEP, max_num_requests * (lengths[-1] + 1)))
+    yield lengths, list(range(1, highest + 1))
+    for fewer in (lengths, doubling(lengths), (0,)):
+        unit = math.lcm(*(k + 1 for k in fewer))
+        if unit > _SPACINGS[-1]:
+            continue
+        top = min(highest, LARGEST_STEP, max_num_requests * (fewer[-1] + 1))
+        for ceiling in range(top, max_num_requests - 1, -max(64, unit)):
+            for spacing in _SPACINGS:
+                yield fewer, capture_sizes(ceiling, math.lcm(unit, spacing), fewer, max_num_requests)
+
+
+def doubling(lengths: Sequence[int]) -> tuple[int, ...]:
+    """The lengths k of which k + 1 is a power of two."""
+    return tuple(k for k in lengths if (k + 1).bit_count() == 1)
 
 
 def batch_grid(max_num_requests: int) -> list[int]:
@@ -54,22 +122,40 @@ def batch_grid(max_num_requests: int) -> list[int]:
     return grid if grid[-1] == max_num_requests else [*grid, max_num_requests]
 
 
-def pairs_below(ceiling: int, batches: Sequence[int], draft_lengths: Sequence[int]) -> tuple[Pair, ...]:
-    return tuple((n, k) for n in batches for k in sorted({0, *draft_lengths}) if k == 0 or n * (k + 1) <= ceiling)
+def capture_sizes(ceiling: int, spacing: int, draft_lengths: Sequence[int], max_num_requests: int) -> list[int]:
+    """Multiples of the spacing up to the ceiling, smaller ones by doubling, and the largest batch of every length.
+
+    Such a batch need not be a multiple; then the steps of every other length next to it are captured as well."""
+    unit = math.lcm(*(k + 1 for k in draft_lengths))
+    small = [2**power for power in range(spacing.bit_length()) if unit.bit_count() == 1]
+    largest = [min(ceiling, max_num_requests * (k + 1)) for k in draft_lengths]
+    below = [size // (k + 1) * (k + 1) for size in largest for k in draft_lengths]
+    above = [-(-size // (k + 1)) * (k + 1) for size in largest for k in draft_lengths]
+    grid = {*small, *range(spacing, ceiling + 1, spacing), *below, *above}
+    return sorted(size for size in grid if 0 < size <= ceiling)
 
 
-def plan_capture(
-    *, max_num_requests: int, draft_lengths: Sequence[int], memory: GraphMemory, budget_gb: float
-) -> CapturePlan:
-    """Choose the highest ceiling that fits into the budget."""
-    batches = batch_grid(max_num_requests)
-    ceilings = sorted({0, *(n * (k + 1) for n in batches for k in draft_lengths)}, reverse=True)
-    for ceiling in ceilings:
-        pairs = pairs_below(ceiling, batches, draft_lengths)
-        gigabytes = memory.gigabytes(pairs)
-        if gigabytes <= budget_gb:
-            return CapturePlan(pairs=pairs, ceiling=ceiling, gigabytes=gigabytes)
-    raise ValueError(
-        f"budget_gb: got {budget_gb}; must be at least {memory.gigabytes((n, 0) for n in batches):.2f} because plain "
-        f"decoding is captured at {len(batches)} batch sizes"
-    )
+def captured(sizes: Sequence[int], draft_lengths: Sequence[int], max_num_requests: int) -> tuple[Pair, ...]:
+    """The pairs for which vLLM captures a graph of a decode step, given these settings: what
+    `CudaGraphManager._init_candidates` of its V2 runner does."""
+    found: set[Pair] = set()
+    largest = max(sizes)
+    for size in sizes:
+        for k in draft_lengths:
+            num_requests = -(-size // (k + 1))
+            if num_requests <= max_num_requests and num_requests * (k + 1) <= largest:
+                found.add((num_requests, k))
+    return tuple(sorted(found))
+
+
+def length_table(draft_lengths: Sequence[int], max_num_requests: int) -> list[tuple[int, int, int]]:
+    """Rows (first batch, last batch, draft length) for vLLM in which each draft length occurs: one batch size each, the
+    longest first, and the rest of the batches with the shortest. With fewer batch sizes than lengths, some are left
+    out, never the longest."""
+    lengths = sorted(draft_lengths, reverse=True)
+    if len(lengths) > max_num_requests:
+        places = range(max_num_requests)
+        lengths = [lengths[round(place * (len(lengths) - 1) / max(1, max_num_requests - 1))] for place in places]
+    rows = [(batch, batch, length) for batch, length in enumerate(lengths, start=1)]
+    first, _, length = rows[-1]
+    return [*rows[:-1], (first, max_num_requests, length)]
