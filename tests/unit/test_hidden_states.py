@@ -18,7 +18,7 @@ from paceline.drafters.buffer import Buffer, document_bytes
 from paceline.drafters.kinds import new_drafter
 from paceline.drafters.trainer import DrafterTrainer, Schedule
 from paceline.learner.fsdp import FsdpLearner
-from paceline.learner.hidden_states import HiddenStateTap, choose
+from paceline.learner.hidden_states import HiddenStateTap, HiddenStateWriter, HiddenStateWriterSettings, choose
 from paceline.types import Sample
 from random_policy import VOCABULARY, make_policy
 
@@ -189,6 +189,29 @@ def test_documents_hold_what_the_policy_thinks(make: Make) -> None:
         scores_TV = (torch.from_numpy(document.last) @ head_VD.T).log_softmax(-1)[sample.num_prompt_tokens - 1 : -1]
         np.testing.assert_allclose(scores_TV.gather(1, ids[sample.num_prompt_tokens :, None])[:, 0], logp, atol=1e-4)
         np.testing.assert_allclose(document.taps[:, 0], embedding_VD[ids], atol=1e-6)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that numpy cannot see, as those on a GPU."""
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_head_of_a_learner_on_a_gpu_is_handed_over(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy cannot see a GPU's memory: without a copy on the host the first step with drafter training would end the
+    run."""
+    learner = make()
+    embedding_VD, head_VD = learner.embedding_and_head()
+    monkeypatch.setattr(learner, "embedding_and_head", lambda: (embedding_VD, head_VD.as_subclass(OnGpu)))
+    settings = HiddenStateWriterSettings(directory=tmp_path, taps=TAPS, buffer=BufferConfig())
+    HiddenStateWriter(learner, settings, rank=0, seed=0).logp(make_samples(4))
+    found = Buffer(tmp_path, BufferConfig()).head()
+    assert found is not None
+    np.testing.assert_array_equal(found[1], head_VD.numpy())
 
 
 def chosen_of(samples: list[Sample], seed: int, *, share: float = 1.0, budget_bytes: float = 1e12) -> list[int]:

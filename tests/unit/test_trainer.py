@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter_cases import KINDS, VOCABULARY, make_documents, make_drafter, make_head
-from paceline.drafters.kinds import guess
+from drafter_cases import KINDS, TAPS, VOCABULARY, make_documents, make_drafter, make_head, policy_config
+from paceline.drafters.kinds import guess, new_drafter
 from paceline.drafters.packing import Document, make_pack
 from paceline.drafters.trainer import (
     DrafterTrainer,
@@ -365,3 +366,26 @@ def test_expected_verifications_equals_a_replay_with_dice() -> None:
 def test_a_perfect_drafter_needs_one_verification_for_each_draft_and_its_bonus() -> None:
     assert expected_verifications(np.ones((12, 3), np.float32)) == pytest.approx(3.0)
     assert expected_verifications(np.zeros((12, 3), np.float32)) == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_is_where_the_policys_head_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that stays on the CPU ends `draft train` on a GPU at its first pass. The meta device stands for the
+    GPU: a tensor there cannot be mixed with one of the CPU."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # the meta device has none
+    head_VD = make_head().to("meta")
+    drafter = new_drafter(
+        kind,
+        policy_config(),
+        taps=TAPS,
+        policy_path=Path("policy"),
+        embedding_VD=head_VD,
+        head_VD=head_VD,
+        tap_scale_K=(1.0, 2.0, 3.0),
+        seed=0,
+    )
+    assert {weight.device.type for weight in drafter.parameters()} == {"meta"}
+    trainer = DrafterTrainer(drafter, head_VD, SCHEDULE)
+    pack = make_pack(make_documents(LENGTHS), trainer._head_VD.device)
+    guess(drafter, pack, trainer._head_VD, 4, overlap_share=0.5).loss.backward()
+    assert {weight.grad.device.type for weight in drafter.parameters() if weight.grad is not None} == {"meta"}

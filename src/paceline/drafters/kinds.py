@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from paceline.drafters import dflash, eagle
@@ -46,7 +47,7 @@ def new_drafter(
     seed: int,
     draft_length: int = 7,
 ) -> Drafter:
-    """Make an untrained drafter as wide as the policy, with layers of its shape.
+    """Make an untrained drafter as wide as the policy, with layers of its shape, on the device of the policy's head.
 
     It starts from the policy's embedding and output head, which it then trains as its own. `tap_scale_K` is the root
     mean square of each hidden state that it reads: the residual stream grows from layer to layer, and without the scale
@@ -55,10 +56,12 @@ def new_drafter(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         drafter = instantiate(config)
+        nn.Module.to(drafter, head_VD.device)  # transformers' own `to` is annotated wrongly
         drafter.embed_tokens.weight.copy_(embedding_VD)
         drafter.lm_head.weight.copy_(head_VD)
         fan_in = drafter.fc.in_features
         scale_C = torch.tensor(tap_scale_K).repeat_interleave(fan_in // len(taps))
+        # Drawn on the CPU, so that a seed makes the same drafter on every machine.
         drafter.fc.weight.copy_(torch.randn(drafter.fc.weight.shape) / (math.sqrt(fan_in) * scale_C))
     return drafter
 

@@ -141,15 +141,20 @@ def _blocks(lengths: Sequence[int], firsts: Sequence[int], device: torch.device)
 
 
 def _block(rows: Sequence[tuple[int, int, int, int]], device: torch.device) -> Block:
-    first_query, position, size, first_key = torch.tensor(rows, device=device).T[:, :, None]
-    query_1Q = torch.arange(int(size.max()), device=device)[None]
-    key_1S = torch.arange(int((position + size).max()), device=device)[None]
+    """Made on the host, where the sizes are known, so that a GPU need not be waited for."""
+    first_query, position, size, first_key = np.array(rows).T[:, :, None]
+    query_1Q = np.arange(size.max())[None]
+    key_1S = np.arange((position + size).max())[None]
     real_RQ = query_1Q < size
+
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
     return Block(
-        query_RQ=torch.where(real_RQ, first_query + query_1Q, 0),
-        key_RS=torch.where(key_1S < position + size, first_key + key_1S, 0),
-        last_seen_RQ=torch.where(real_RQ, position + query_1Q, 0),  # padding sees one key: its softmax is a number
-        kept_A=real_RQ.flatten().nonzero()[:, 0],
+        query_RQ=tensor(np.where(real_RQ, first_query + query_1Q, 0)),
+        key_RS=tensor(np.where(key_1S < position + size, first_key + key_1S, 0)),
+        last_seen_RQ=tensor(np.where(real_RQ, position + query_1Q, 0)),  # padding sees one key: its softmax is a number
+        kept_A=tensor(np.flatnonzero(real_RQ)),
     )
 
 

@@ -90,7 +90,7 @@ class HiddenStateWriter:
         try:
             self._buffer.put(documents, self._version)
             if self._rank == 0:
-                self._buffer.put_head(head_VD.numpy(), self._version)
+                self._buffer.put_head(head_VD.cpu().numpy(), self._version)
         except OSError:
             self.num_failures += 1
         return result.logp
