@@ -24,6 +24,12 @@ def use_device(rank: int = 0) -> torch.device:
     return device
 
 
+def finish_work(device: torch.device) -> None:
+    """Wait until everything that was queued on the device is done, on all of its streams; nothing to do on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def collective_backend(device: torch.device) -> Literal["nccl", "gloo"]:
     """torch.distributed's backend for tensors on this device."""
     return "nccl" if device.type == "cuda" else "gloo"

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from paceline.devices import finish_work
 from paceline.fp8 import KvScales
 from paceline.types import PacelineError, PushRefusedError
 from paceline.weights import distributed
@@ -98,6 +99,45 @@ def test_tensor_that_changes_after_staging_is_refused_by_name() -> None:
         (memory,) = sent(sender, receivers, push)
         with pytest.raises(PushRefusedError, match=r"^up: fingerprint is "):
             check_push(push, specs(tensors), memory)
+
+
+def test_weights_are_not_read_before_the_device_is_done_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdamW's kernels run on when `update` returns: a fingerprint or a broadcast that does not wait would read weights
+    that are half old, half new."""
+    calls: list[str] = []
+    broadcast, take = distributed._ProcessGroup.broadcast, distributed.fingerprint
+
+    def sends(group: distributed._ProcessGroup, memory: torch.Tensor) -> None:
+        calls.append("broadcast")
+        broadcast(group, memory)
+
+    def reads(tensor: torch.Tensor) -> str:
+        calls.append("read")
+        return take(tensor)
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        calls.append("gather")
+        yield "norm", torch.ones(3)
+
+    with group(1) as (sender, (receiver,)):
+        monkeypatch.setattr(distributed._ProcessGroup, "broadcast", sends)
+        monkeypatch.setattr(distributed, "fingerprint", reads)
+        monkeypatch.setattr(distributed, "finish_work", lambda device: calls.append(f"wait for {device}"))
+        push = sender.stage(1, gathered())
+        assert calls == ["wait for cpu", "gather", "read"]
+        calls.clear()
+        sent(sender, [receiver], push)
+        assert calls[0] == "wait for cpu" and calls.count("broadcast") == 2  # the sender's and the worker's
+
+
+def test_waiting_for_a_device_synchronises_gpus_and_only_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.synchronize raises where there is no GPU, and nothing else waits for all streams where there is."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    finish_work(CPU)
+    assert waited == []
+    finish_work(torch.device("cuda", 1))
+    assert waited == [torch.device("cuda", 1)]
 
 
 def test_worker_refuses_when_the_sender_does_not_send() -> None:

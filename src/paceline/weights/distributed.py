@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
-from paceline.devices import collective_backend
+from paceline.devices import collective_backend, finish_work
 from paceline.fp8 import KvScales, LayerStacker
 from paceline.types import PacelineError, PushRefusedError
 from paceline.weights.fingerprint import dtype_name, fingerprint, reference_fingerprints
@@ -90,6 +90,7 @@ class DistributedSender:
         `quantised` is for engines in FP8, and `kv_scales` for those with an FP8 KV cache.
         """
         assert self._address is not None, "host comes first"
+        finish_work(self._device)  # the optimizer's kernels may still be writing what is about to be read
         self._staged = []
         offset = 0
         stacker = LayerStacker()
@@ -127,6 +128,7 @@ class DistributedSender:
             raise PacelineError("weights: the process group is not open")
         staged, self._staged = self._staged, []
         tensors = {entry.name: tensor for entry, tensor in staged}
+        finish_work(self._device)  # what staging copied is there before NCCL's stream reads it
         try:
             for bucket in _buckets([entry for entry, _ in staged]):
                 start = bucket[0].offset
