@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
 
+from contexts import make_context
+from paceline.config import EngineConfig
+from paceline.lab.bench import workload
 from paceline.lab.bench.rollout import _accepted_length, _figures, _makespans, _tail_rate, best_table
 from paceline.lab.bench.rollout_page import write_rollout_page
 from paceline.lab.bench.workload import RequestSet, give_lengths
@@ -198,3 +202,22 @@ def test_page_shows_every_figure_and_arm(rounds, tmp_path):
     assert page.count("<svg") == 4
     assert "mathdefault" not in page  # a tick label that nobody can read
     assert "goal &gt;= 2.5" in page
+
+
+def test_engines_that_are_alive_at_once_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM refuses to start where less is free than an engine asks for: with the share of one engine each, the second
+    one of a bench would not start on one GPU."""
+    asked: list[float] = []
+
+    class Started:
+        def __init__(self, model_path: Path, config: EngineConfig, **_: object) -> None:
+            asked.append(config.gpu_memory_utilization)
+
+        def wait(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(workload, "SteppedEngine", Started)
+    with workload.engines(Path("policy"), [None, None, None], seed=0, context=make_context()) as started:
+        assert len(started) == 3
+    assert sum(asked) == pytest.approx(EngineConfig().gpu_memory_utilization)

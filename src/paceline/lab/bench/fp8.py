@@ -30,7 +30,7 @@ from paceline.config import CalibrationConfig, EngineConfig, LearnerConfig, Obje
 from paceline.context import Context
 from paceline.fp8 import KvScales
 from paceline.lab.bench.precision import push, sampled_k3
-from paceline.lab.bench.workload import arena_requests
+from paceline.lab.bench.workload import arena_requests, one_of
 from paceline.lab.engines.faults import allow_faults
 from paceline.learner.fsdp import FsdpLearner
 from paceline.measure import CpuTimes, Goal, Result, environment, middle
@@ -131,7 +131,7 @@ async def _updates(
     path: Path, requests: Sequence[RolloutRequest], updates: int, timed_from: int, seed: int, context: Context
 ) -> tuple[list[Fp8Step], dict[str, bool]]:
     """Run steps of the same requests on both engines, each on a core of its own. From step `timed_from` on, what FP8
-    adds is timed, which takes two more stagings."""
+    adds is timed, which takes two more stagings. Learner and engines would share one GPU."""
     cores = sorted(os.sched_getaffinity(0))
     config = LearnerConfig(learning_rate=5e-5, microbatch_tokens=1024)
     learner = FsdpLearner(path, config, ObjectiveConfig(), temperature=1.0, seed=seed)
@@ -142,7 +142,7 @@ async def _updates(
             context.progress(f"starting engine {index + 1} of 2 on {path.name}")
             cpus = [cores[index % len(cores)]]
             engine = await VllmEngine.start(
-                f"engine-{index}", path, CONFIG, seed=seed + index, cpus=cpus, adjust=allow_faults
+                f"engine-{index}", path, one_of(CONFIG, 3), seed=seed + index, cpus=cpus, adjust=allow_faults
             )
             engines.append(engine)
         bench = _Fp8Bench(learner, sender, engines)

@@ -34,7 +34,7 @@ from paceline.config import EagleDrafter, EngineConfig, FixedSelector, LearnerCo
 from paceline.context import Context
 from paceline.fp8 import KvScales
 from paceline.lab.arena.task import problems, solution
-from paceline.lab.bench.workload import ENGINE, arena_requests
+from paceline.lab.bench.workload import ENGINE, arena_requests, one_of
 from paceline.lab.engines.stepped import Order, SteppedBatch, SteppedEngine
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.objective import mismatch
@@ -124,9 +124,10 @@ def _time(
     lengths = (0,) if speculation is None else DRAFT_LENGTHS
     engines: dict[str, SteppedEngine] = {}
     try:
-        for arm in ARMS if speculation is None else DRAFTING_ARMS:  # one after another: compiling wants every core
+        arms = ARMS if speculation is None else DRAFTING_ARMS
+        for arm in arms:  # one after another: compiling wants every core
             context.progress(f"starting {arm}{'' if speculation is None else ' with speculation'}")
-            config = CONFIG.model_copy(update=ARMS[arm])
+            config = one_of(CONFIG.model_copy(update=ARMS[arm]), len(arms))
             cpus = sorted(os.sched_getaffinity(0))
             engines[arm] = SteppedEngine(model_path, config, seed=seed, cpus=cpus, speculation=speculation)
             capacity = engines[arm].wait()

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from paceline.config import EngineConfig
 from paceline.context import Context
+from paceline.lab.bench.workload import one_of
 from paceline.measure import CpuTimes, Result, environment, middle
 from paceline.rollout.engine import VllmEngine
 from paceline.sessions.workloads import resolve_policy
@@ -113,6 +114,7 @@ async def _measure(
     }  # touched, so that the copy pays for no page fault
     generator = torch.Generator().manual_seed(seed)
     cores = sorted(os.sched_getaffinity(0))
+    config = one_of(config, num_engines)
     engines: list[VllmEngine] = []
     sender = ShmSender()
     done: list[_TimedUpdate] = []

@@ -55,6 +55,11 @@ class RequestSet:
         return past / sum(map(len, batch.token_ids))
 
 
+def one_of(config: EngineConfig, num: int) -> EngineConfig:
+    """Settings of one of `num` users of the same GPU that are alive at once: they share what one alone would take."""
+    return config.model_copy(update={"gpu_memory_utilization": config.gpu_memory_utilization / num})
+
+
 @contextmanager
 def engines(
     model_path: Path,
@@ -68,11 +73,12 @@ def engines(
 
     They start one after another: compiling uses every core, and engines of one kind reuse what the first compiled.
     """
+    share = one_of(config, len(speculations))
     with ExitStack() as stack:
         started = []
         for number, speculation in enumerate(speculations):
             context.progress(f"starting engine {number + 1} of {len(speculations)}")
-            started.append(stack.enter_context(one_engine(model_path, speculation, seed=seed + number, config=config)))
+            started.append(stack.enter_context(one_engine(model_path, speculation, seed=seed + number, config=share)))
         yield started
 
 
