@@ -66,6 +66,24 @@ def test_ratios_between_draft_lengths_are_learnt_under_noise_and_drift(shape) ->
     assert np.max(errors) < 0.3
 
 
+def test_first_pass_that_runs_without_drafts_too_is_learnt_as_a_cost_of_every_step() -> None:
+    """On vLLM's V2 runner EAGLE's first pass runs at k = 0 as well (target_dependent_ar/speculator.py, `propose`). A
+    model that takes k = 0 for plain decoding would believe that the first draft token costs a pass more than it does,
+    and stop drafting where drafts pay."""
+
+    def first_pass_always(num_requests: int, num_tokens: int, verified: int, drafted: int, context: int) -> float:
+        return 1e-3 * (max(6.0, 6.0 * num_tokens / 32) + 1.5 * max(drafted, 1))
+
+    for seed in range(3):
+        model = trained(SteppingEngine(first_pass_always, GOOD, seed=seed), num_steps=800, seed=seed)
+        for b in (4, 16, 64):
+            measured = first_pass_always(b, 2 * b, 1, 1, 200 * b) / first_pass_always(b, b, 0, 0, 200 * b)
+            plain_s = first_pass_always(b, b, 0, 0, 200 * b) - 1.5e-3
+            assumed = first_pass_always(b, 2 * b, 1, 1, 200 * b) / plain_s
+            assert ratio(model, b, 1) == pytest.approx(measured, rel=0.08)
+            assert assumed > 1.1 * measured, "the test could not tell them apart"
+
+
 def test_curve_agrees_with_its_slow_twin() -> None:
     model = trained(SteppingEngine(cpu, GOOD, seed=1))
     tokens = 12 * np.linspace(1.0, 6.0, 8)
