@@ -43,6 +43,9 @@ def engine_args(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         tensor_parallel_size=config.tensor_parallel_size,
+        # Inside a placement group vLLM would choose its Ray executor, which refuses a bundle of several GPUs; ours hold
+        # all GPUs of an engine. With one worker the choice stays vLLM's.
+        distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
         enforce_eager=not compiles,
         kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) if cpu else None,
         gpu_memory_utilization=config.gpu_memory_utilization,
