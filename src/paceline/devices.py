@@ -6,18 +6,36 @@ from typing import Literal
 
 import torch
 
+from paceline.types import DeviceKind, PacelineError
+
 Transport = Literal["shared_memory", "distributed"]
 """How the bytes of a weight push travel: see `paceline.weights`."""
 
 
 def on_gpu() -> bool:
-    """Whether the processes of this machine compute on GPUs. No part of Paceline has been run on one yet."""
+    """Whether this process has a GPU. No part of Paceline has been run on one yet.
+
+    It says nothing about other machines: where a run's processes are placed, `cluster.layout` decides.
+    """
     return torch.cuda.is_available()
 
 
-def use_device(rank: int = 0) -> torch.device:
-    """The device of one rank, made the process's current device."""
-    if not on_gpu():
+def require(kind: DeviceKind, num_gpus: int = 1) -> None:
+    """Refuse to go on in a process that was given GPUs and cannot use them: it would silently compute on the CPU."""
+    found = torch.cuda.device_count() if kind == "gpu" and on_gpu() else 0
+    if kind == "gpu" and found < num_gpus:
+        raise PacelineError(
+            f"cluster.device: this process was given {num_gpus} GPU(s) of its node, and torch {torch.__version__} sees "
+            f"{found}; install a build of torch and vLLM for these GPUs there, or set cluster.device=cpu"
+        )
+
+
+def use_device(rank: int = 0, kind: DeviceKind | None = None) -> torch.device:
+    """The device of one rank, made the process's current device. `kind` is the run's decision; without one the process
+    uses what it has."""
+    if kind is not None:
+        require(kind)
+    if kind == "cpu" or not on_gpu():
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -35,6 +53,6 @@ def collective_backend(device: torch.device) -> Literal["nccl", "gloo"]:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def weight_transport() -> Transport:
+def weight_transport(kind: DeviceKind) -> Transport:
     """GPUs hand their weights over by broadcasts; processes on the CPU share the memory of their machine."""
-    return "distributed" if on_gpu() else "shared_memory"
+    return "distributed" if kind == "gpu" else "shared_memory"

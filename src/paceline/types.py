@@ -18,6 +18,10 @@ Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 
+DeviceKind = Literal["cpu", "gpu"]
+"""What the processes of a run compute on."""
+
+
 class PacelineError(Exception):
     """Base of every error that Paceline raises on purpose, apart from ValueError for a user's wrong setting."""
 
@@ -87,7 +91,7 @@ class Rollout:
     """Version at the last token; differs when a sync came in between (asynchronous training)."""
     engine: str
     started_s: float
-    """Seconds on the machine-wide monotonic clock."""
+    """Seconds on the monotonic clock of the machine; a RemoteEngine gives them on the driver's."""
     finished_s: float
     num_verifications: int = 0
     """Engine steps in which the policy had a draft of this rollout to verify."""
@@ -179,7 +183,7 @@ class DraftBin:
     """What an engine drafted in a short span of time; counts, from which a reader makes means."""
 
     begin_s: float
-    """Seconds on the machine-wide monotonic clock."""
+    """Seconds on the monotonic clock of the machine; a RemoteEngine gives them on the driver's."""
     width_s: float
     num_steps: float
     draft_length: float

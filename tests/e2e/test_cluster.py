@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.cluster import placement
+from paceline.cluster import layout
 from paceline.cluster.placement import start_cluster
 from paceline.config import load_config
 from paceline.metrics import JsonlSink, Recorder, read_metrics
@@ -62,7 +62,7 @@ def test_killed_engine_costs_no_group_and_no_process(tmp_path, monkeypatch, tran
     """
     import numpy as np
 
-    monkeypatch.setattr(placement, "weight_transport", lambda: transport)
+    monkeypatch.setattr(layout, "weight_transport", lambda kind: transport)
     model = make_policy(tmp_path / "model")
     config = load_config(None, [*SMALL, "speculation.drafter.kind=history", "speculation.max_draft_length=3"])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))

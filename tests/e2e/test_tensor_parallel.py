@@ -56,7 +56,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RemoteEng
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
             actor = ray.remote(probing_actor()).options(num_cpus=1, scheduling_strategy=strategy).remote()
             found = RemoteEngine("engine-0", actor, CONFIG)
-            runner.run(found.start(str(path), 0, cores[:2]))
+            runner.run(found.start(str(path), 0, cores[:2], None, "cpu"))
             yield found, path, runner
             runner.run(found.close())
         finally:

@@ -20,12 +20,14 @@ class FakeLearner:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.timeouts_s: list[float] = []
         self.transmitted = 0
         self.broken: str | None = None
         self.absent: str | None = None
 
     async def host_group(self, num_workers: int, timeout_s: float) -> GroupAddress:
         self.sizes.append(num_workers)
+        self.timeouts_s.append(timeout_s)
         return GroupAddress(name=f"g{len(self.sizes)}", host="", port=1, size=1 + num_workers, timeout_s=timeout_s)
 
     async def join_group(self) -> str | None:
@@ -79,6 +81,14 @@ def test_one_group_serves_all_pushes() -> None:
     assert all(receipt.ok for version in (1, 2) for receipt in scene.send(version).values())
     assert scene.learner.sizes == [6]
     assert [engine.joined for engine in scene.engines] == [("g1", 1), ("g1", 3), ("g1", 5)]
+
+
+def test_members_wait_for_each_other_as_long_as_a_push_allows() -> None:
+    """A minute for all calls left 30 s: too few for a hundred ranks to meet. A worker must still give up before its
+    engine is given up for it."""
+    scene = Scene()
+    scene.send(1)
+    assert scene.learner.timeouts_s == [EngineConfig().push_deadline_s / 2] == [150]
 
 
 def test_shared_memory_needs_no_group() -> None:

@@ -15,13 +15,14 @@ from typing import Any
 import ray
 import torch
 
+from paceline.cluster.clock import this_machine
 from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
-from paceline.devices import Transport, use_device
+from paceline.devices import Transport, require, use_device
 from paceline.drafters.rounds import drafter_weights
 from paceline.drafters.worker import TrainerProcess, WorkerSettings
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.hidden_states import HiddenStateWriter, HiddenStateWriterSettings
-from paceline.types import Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample
+from paceline.types import DeviceKind, Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample
 from paceline.weights.deliver import join
 from paceline.weights.distributed import DistributedSender, GroupAddress
 from paceline.weights.message import Push
@@ -42,9 +43,12 @@ class EngineActor:
         seed: int,
         cpus: Sequence[int] | None,
         speculation: SpeculationConfig | None,
+        device: DeviceKind,
     ) -> int:
         """Returns the process id, so that a test can kill it."""
         from paceline.rollout.engine import VllmEngine
+
+        require(device, config.tensor_parallel_size)
 
         def begin(config: EngineConfig) -> Awaitable[VllmEngine]:
             return VllmEngine.start(name, model_path, config, seed=seed, cpus=cpus, speculation=speculation)
@@ -77,6 +81,10 @@ class EngineActor:
     async def join_group(self, address: GroupAddress, first_rank: int) -> str | None:
         """Make the engine's workers members of the sender's process group; returns why it failed."""
         return await join(self._engine, address, first_rank)
+
+    async def clock(self) -> tuple[str, float]:
+        """The machine that this actor runs on, and the time on its monotonic clock."""
+        return this_machine(), time.monotonic()
 
     async def call(self, method: str) -> Any:
         """pause, resume, sleep, wake, metrics, take_timeline, stop_speculation, close."""
@@ -137,6 +145,7 @@ class LearnerActor:
         num_threads: int | None,
         cores: Sequence[int] | None,
         hand_over: HiddenStateWriterSettings | None,
+        device: DeviceKind,
         transport: Transport,
     ) -> None:
         if cores is not None:
@@ -150,16 +159,14 @@ class LearnerActor:
             rank=self._rank,
             init_method=rendezvous,
             num_threads=num_threads,
+            device=device,
         )
         self._wire_dtype = getattr(torch, engine.dtype)
         self._engine = engine
-        self._sender = self._open_sender(transport) if self._rank == 0 else None
+        self._sender = _open_sender(transport, device) if self._rank == 0 else None
         self._hand_over = (
             None if hand_over is None else HiddenStateWriter(self._learner, hand_over, rank=self._rank, seed=seed)
         )
-
-    def _open_sender(self, transport: Transport) -> ShmSender | DistributedSender:
-        return ShmSender() if transport == "shared_memory" else DistributedSender(use_device(self._rank))
 
     def host_group(self, num_workers: int, timeout_s: float) -> GroupAddress | None:
         """Open a process group for the bytes of pushes; only rank 0 answers, and only over the distributed
@@ -231,3 +238,7 @@ class LearnerActor:
 
 async def _as_list(rollouts: Awaitable[Sequence[Rollout]]) -> list[Rollout]:
     return list(await rollouts)
+
+
+def _open_sender(transport: Transport, device: DeviceKind) -> ShmSender | DistributedSender:
+    return ShmSender() if transport == "shared_memory" else DistributedSender(use_device(kind=device))

@@ -18,11 +18,13 @@ import secrets
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -30,16 +32,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cluster import reaper
 from paceline.cluster.actors import EngineActor, LearnerActor
+from paceline.cluster.layout import Layout, plan
 from paceline.cluster.proxies import (
     CLOSE_DEADLINE_S,
     RemoteEngine,
     RemoteLearner,
     RemoteSender,
-    RemoteTrainer,
-    RoundSender,
 )
+from paceline.cluster.resources import cluster_nodes, object_store_bytes
+from paceline.cluster.trainers import RemoteTrainer, RoundSender
 from paceline.config import Config, EngineConfig, LearnedDrafter, SpeculationConfig
-from paceline.devices import on_gpu, weight_transport
 from paceline.drafters.checkpoint import read_taps, with_own_embeddings
 from paceline.drafters.store import FileStore
 from paceline.drafters.worker import WorkerSettings, documents_in
@@ -51,6 +53,8 @@ from paceline.types import PacelineError
 
 _ABANDON_DEADLINE_S = 1.0
 """An interrupted run does not wait for farewells; what has not said one by then is killed."""
+_ROOM_DEADLINE_S = 60.0
+"""How long a run waits for room that other jobs hold."""
 
 
 class Cluster:
@@ -87,13 +91,15 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
     """Place and start every process of a run; all of them are gone when the context ends."""
     directory = _training_directory(config)
     with _ray(config, directory):
+        layout = await decide(config)
         if directory is not None:
+            _check_training(config, layout)
             config = _with_own_embeddings(config, model_path, directory)
-        group = _placement_group(config)
-        engines, learner = _create_actors(config, group)
+        group = reserve(layout)
+        engines, learner = _create_actors(config, layout, group)
         deadline_s = _ABANDON_DEADLINE_S
         try:
-            yield await _start_actors(config, model_path, engines, learner, directory)
+            yield await _start_actors(config, layout, model_path, engines, learner, directory)
             deadline_s = CLOSE_DEADLINE_S
         finally:
             await asyncio.gather(*(part.close(deadline_s) for part in (*engines, learner)), return_exceptions=True)
@@ -102,15 +108,33 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
                 shutil.rmtree(directory, ignore_errors=True)
 
 
+async def decide(config: Config) -> Layout:
+    """The layout of this run in the cluster that this process is connected to, once other jobs leave room for it."""
+    until_s = time.monotonic() + _ROOM_DEADLINE_S
+    while True:
+        nodes = await asyncio.to_thread(cluster_nodes, for_gpus=config.cluster.device != "cpu")
+        try:
+            return plan(nodes, config)
+        except PacelineError:
+            if time.monotonic() > until_s or not any(node.taken_gpus for node in nodes):
+                raise
+        await asyncio.sleep(1)
+
+
 async def _start_actors(
-    config: Config, model_path: Path, engines: Sequence[RemoteEngine], learner: RemoteLearner, directory: Path | None
+    config: Config,
+    layout: Layout,
+    model_path: Path,
+    engines: Sequence[RemoteEngine],
+    learner: RemoteLearner,
+    directory: Path | None,
 ) -> Cluster:
     """Start engines and learner at the same time. `directory` is for drafter training."""
     cores = sorted(os.sched_getaffinity(0))
-    gpu = on_gpu()
+    gpu = layout.device == "gpu"
     shares = [None if gpu else _share(cores, index, len(engines)) for index in range(len(engines))]
     starting = [
-        engine.start(str(model_path), config.run.seed * 1000 + index, shares[index], config.speculation)
+        engine.start(str(model_path), config.run.seed * 1000 + index, shares[index], config.speculation, layout.device)
         for index, engine in enumerate(engines)
     ]
     threads = None if gpu else config.learner.cpus or max(1, len(cores) // config.learner.world_size)
@@ -118,8 +142,18 @@ async def _start_actors(
         None if gpu or config.learner.cpus is None else cores[: config.learner.cpus * config.learner.world_size]
     )
     hand_over = None if directory is None else _hand_over(config, model_path, directory)
-    transport = weight_transport()
-    starting.append(learner.start(str(model_path), config, threads, learner_cores, hand_over, transport=transport))
+    transport = layout.transport
+    starting.append(
+        learner.start(
+            str(model_path),
+            config,
+            threads,
+            learner_cores,
+            hand_over,
+            device=layout.device,
+            transport=transport,
+        )
+    )
     await asyncio.gather(*starting)
     members = Members(engines)
     if directory is None:
@@ -137,6 +171,7 @@ async def _start_actors(
                 max_draft_length=speculation.max_draft_length,
                 training=speculation.training,
                 cpus=None if share is None else tuple(share),
+                device=layout.device,
                 seed=config.run.seed,
             ),
         )
@@ -157,12 +192,23 @@ def _training_directory(config: Config) -> Path | None:
     """A folder of this run's own for what learner and trainers share; None if no drafter is trained."""
     if config.speculation is None or config.speculation.training.mode == "off":
         return None
-    if config.speculation.drafter.kind == "dflash" and not on_gpu():
+    return config.speculation.training.buffer.directory / secrets.token_hex(8)
+
+
+def _check_training(config: Config, layout: Layout) -> None:
+    """Refuse drafter training where it cannot work."""
+    speculation, _ = _trained_drafter(config)
+    if speculation.drafter.kind == "dflash" and layout.device == "cpu":
         raise PacelineError(
             "speculation.training.mode: must be off with drafter.kind dflash because vLLM's CPU backend cannot take "
             "new weights of one; eagle3 can be trained"
         )
-    return config.speculation.training.buffer.directory / secrets.token_hex(8)
+    if len(layout.training_hosts) < len(layout.engines):
+        raise PacelineError(
+            f"speculation.training.mode: must be off here, because {len(layout.engines) - len(layout.training_hosts)} "
+            f"of {len(layout.engines)} engines are on another node than the learner or the driver, and training data "
+            "goes through a directory of one node; start the driver on a node that has room for the whole run"
+        )
 
 
 def _with_own_embeddings(config: Config, model_path: Path, directory: Path) -> Config:
@@ -206,7 +252,7 @@ def _ray(config: Config, directory: Path | None) -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            object_store_memory=512 * 2**20,
+            object_store_memory=object_store_bytes(config, psutil.virtual_memory().total),
             _system_config={"worker_niceness": 0},  # Ray's 15 would leave an engine what the desktop does not want
         )
         try:
@@ -231,39 +277,38 @@ def _reaped(directory: Path | None) -> Iterator[None]:
         os.environ.pop(reaper.VARIABLE)
 
 
-def _placement_group(config: Config) -> PlacementGroup:
-    """One bundle per engine (all GPUs of an engine on one node), then one per learner rank."""
-    gpu = on_gpu()
-    engine = {"CPU": 1.0, "GPU": float(config.rollout.engine.tensor_parallel_size)} if gpu else {"CPU": 1.0}
-    rank = {"CPU": 1.0, "GPU": 1.0} if gpu else {"CPU": 1.0}
-    bundles = [engine] * config.rollout.num_engines + [rank] * config.learner.world_size
-    # Shared memory is the wire on the CPU, so there everything stands on one node.
-    group = placement_group(bundles, strategy="PACK" if gpu else "STRICT_PACK")
-    if not group.wait(60):
+def reserve(layout: Layout) -> PlacementGroup:
+    """Take the bundles of a layout, each on its node."""
+    bundles = [bundle.resources for bundle in layout.bundles]
+    nodes = [{} if bundle.node is None else {"ray.io/node-id": bundle.node} for bundle in layout.bundles]
+    group = placement_group(
+        bundles,
+        strategy=layout.strategy,
+        bundle_label_selector=nodes if any(nodes) else None,  # pyright: ignore[reportArgumentType]  None is its default
+    )
+    if not group.wait(_ROOM_DEADLINE_S):
         remove_placement_group(group)
         raise PacelineError(
-            f"Ray found no room for {bundles} within 60 s; lower rollout.num_engines or learner.world_size"
+            f"Ray found no room for {bundles} within {_ROOM_DEADLINE_S:.0f} s; lower rollout.num_engines or "
+            "learner.world_size, or wait until other jobs have ended"
         )
     return group
 
 
-def _create_actors(config: Config, group: PlacementGroup) -> tuple[list[RemoteEngine], RemoteLearner]:
-    gpu = on_gpu()
-    tensor_parallel_size = config.rollout.engine.tensor_parallel_size if gpu else 0
+def create(actor: type, layout: Layout, group: PlacementGroup, index: int, *args: Any) -> Any:
+    """Make an actor in one of the bundles, with all its GPUs."""
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    num_gpus = layout.bundles[index].num_gpus
+    options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy, "max_restarts": 0}
+    return ray.remote(actor).options(**options).remote(*args)
 
-    def create(actor: type, index: int, num_gpus: int, *args: Any) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy, "max_restarts": 0}
-        return ray.remote(actor).options(**options).remote(*args)
 
-    engines = []
-    for index in range(config.rollout.num_engines):
-        actor = create(EngineActor, index, tensor_parallel_size)
-        engines.append(RemoteEngine(f"engine-{index}", actor, config.rollout.engine))
-    ranks = [
-        create(LearnerActor, config.rollout.num_engines + rank, int(gpu), rank)
-        for rank in range(config.learner.world_size)
+def _create_actors(config: Config, layout: Layout, group: PlacementGroup) -> tuple[list[RemoteEngine], RemoteLearner]:
+    engines = [
+        RemoteEngine(f"engine-{number}", create(EngineActor, layout, group, index), config.rollout.engine)
+        for number, index in enumerate(layout.engines)
     ]
+    ranks = [create(LearnerActor, layout, group, index, rank) for rank, index in enumerate(layout.ranks)]
     return engines, RemoteLearner(ranks, config.learner)
 
 

@@ -1,4 +1,4 @@
-"""The actors of a run as the loop sees them: engine, learner, sender and trainers.
+"""The actors of a run as the loop sees them: engine, learner and sender.
 
 Every call to an actor has a deadline, because Ray calls a stopped process alive.
 """
@@ -6,6 +6,7 @@ Every call to an actor has a deadline, because Ray calls a stopped process alive
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,13 +15,23 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from paceline.cluster.clock import RemoteClock
 from paceline.config import Config, EngineConfig, LearnerConfig, SpeculationConfig
 from paceline.devices import Transport
-from paceline.drafters.rounds import Rounds
 from paceline.drafters.worker import WorkerSettings
 from paceline.learner.hidden_states import HiddenStateWriterSettings
 from paceline.orchestrator.members import Members
-from paceline.types import DraftBin, EngineLostError, Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample
+from paceline.types import (
+    DeviceKind,
+    DraftBin,
+    EngineLostError,
+    Floats,
+    PacelineError,
+    Receipt,
+    Rollout,
+    RolloutRequest,
+    Sample,
+)
 from paceline.weights.distributed import GroupAddress
 from paceline.weights.message import Push
 
@@ -40,12 +51,20 @@ class RemoteEngine:
         self.actor = actor
         self.pid = 0
         self._config = config
+        self._clock = RemoteClock()
 
     async def start(
-        self, model_path: str, seed: int, cpus: Sequence[int] | None, speculation: SpeculationConfig | None = None
+        self,
+        model_path: str,
+        seed: int,
+        cpus: Sequence[int] | None,
+        speculation: SpeculationConfig | None,
+        device: DeviceKind,
     ) -> None:
-        starting = self.actor.start.remote(self.name, model_path, self._config, seed, cpus, speculation)
+        starting = self.actor.start.remote(self.name, model_path, self._config, seed, cpus, speculation, device)
         self.pid = await self._answer("start", starting, self._config.start_deadline_s + self._config.call_deadline_s)
+        for _ in range(3):
+            await self._compare_clocks()
 
     async def restart(self, config: EngineConfig) -> None:
         self._config = config
@@ -62,14 +81,17 @@ class RemoteEngine:
                 "collect", self.actor.collect.remote(_POLL_S), _POLL_S + self._config.call_deadline_s
             )
             if rollouts:
-                return rollouts
+                return [self._clock.rollout(rollout) for rollout in rollouts]
 
     async def receive(self, push: Push) -> Receipt:
         """Like all of types.Engine it raises when the engine is gone; a push that was refused is in the receipt."""
-        return await self._answer("receive", self.actor.receive.remote(push), 5 * self._config.call_deadline_s)
+        # Beside the push it pauses, drops cached prefixes, sets the version and resumes.
+        deadline_s = self._config.push_deadline_s + 5 * self._config.call_deadline_s
+        return await self._answer("receive", self.actor.receive.remote(push), deadline_s)
 
     async def join_group(self, address: GroupAddress, first_rank: int) -> str | None:
-        return await self._answer("join_group", self.actor.join_group.remote(address, first_rank))
+        deadline_s = self._config.push_deadline_s + self._config.call_deadline_s
+        return await self._answer("join_group", self.actor.join_group.remote(address, first_rank), deadline_s)
 
     async def pause(self) -> None:
         await self._answer("pause", self.actor.call.remote("pause"))
@@ -106,12 +128,20 @@ class RemoteEngine:
         return await self._answer("metrics", self.actor.call.remote("metrics"))
 
     async def take_timeline(self) -> Sequence[DraftBin]:
-        return await self._answer("take_timeline", self.actor.call.remote("take_timeline"))
+        if not self._clock.is_shared:
+            await self._compare_clocks()  # every step: clocks of two machines drift apart
+        bins = await self._answer("take_timeline", self.actor.call.remote("take_timeline"))
+        return [self._clock.draft_bin(item) for item in bins]
 
     async def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
         with suppress(PacelineError):  # it is killed next in either case
             await self._answer("close", self.actor.call.remote("close"), deadline_s)
         ray.kill(self.actor)
+
+    async def _compare_clocks(self) -> None:
+        asked_s = time.monotonic()
+        machine, theirs_s = await self._answer("clock", self.actor.clock.remote())
+        self._clock.compare(machine, asked_s=asked_s, theirs_s=theirs_s, answered_s=time.monotonic())
 
     async def _answer(self, what: str, answer: Awaitable[T], deadline_s: float | None = None) -> T:
         deadline_s = deadline_s or self._config.call_deadline_s
@@ -143,6 +173,7 @@ class RemoteLearner:
         cores: Sequence[int] | None = None,
         hand_over: HiddenStateWriterSettings | None = None,
         *,
+        device: DeviceKind,
         transport: Transport,
     ) -> None:
         rendezvous = await _plain(self.actors[0].rendezvous.remote()) if len(self.actors) > 1 else None
@@ -158,6 +189,7 @@ class RemoteLearner:
             num_threads,
             cores,
             hand_over,
+            device,
             transport,
         )
 
@@ -295,7 +327,7 @@ class RemoteSender:
                 return lost
             workers = self._config.tensor_parallel_size
             # A worker must refuse what does not arrive before its engine's own deadline gives the engine up.
-            timeout_s = self._config.call_deadline_s / 2
+            timeout_s = self._config.push_deadline_s / 2
             address = await self._learner.host_group(len(left) * workers, timeout_s)
             joining = [self._join(engine, address, 1 + i * workers, version) for i, engine in enumerate(left)]
             answers = await asyncio.gather(self._learner.join_group(), *joining)
@@ -319,47 +351,6 @@ class RemoteSender:
             return await engine.receive(push)
         except EngineLostError as lost:
             return _lost_receipt(engine, push.version, lost)
-
-
-class RoundSender:
-    """drafter_training.DrafterSender: sends the drafter of a round over the weight wire."""
-
-    def __init__(self, sender: RemoteSender, rounds: Rounds) -> None:
-        self._sender = sender
-        self._rounds = rounds
-
-    async def send_drafter(self, number: int) -> Sequence[Receipt]:
-        return await self._sender.send_drafter(self._rounds.file(number), number)
-
-    async def stop_speculation(self) -> None:
-        await self._sender.stop_speculation()
-
-
-class RemoteTrainer:
-    """slots.Trainer over an EngineActor, whose child the training process is."""
-
-    def __init__(self, engine: RemoteEngine, settings: WorkerSettings) -> None:
-        self._engine = engine
-        self._settings = settings
-        self.pid = 0
-
-    async def start(self) -> None:
-        self.pid = await self._engine.trainer_start(self._settings)
-
-    async def ready(self) -> bool:
-        return await self._engine.trainer_ready()
-
-    async def lease(self) -> None:
-        await self._engine.trainer_call("lease")
-
-    async def recall(self) -> None:
-        await self._engine.trainer_call("recall")
-
-    async def kill(self) -> None:
-        await self._engine.trainer_call("kill")
-
-    async def ended(self) -> str:
-        return f"exit code {await self._engine.trainer_ended()}"
 
 
 def _lost_receipt(engine: RemoteEngine, version: int, lost: EngineLostError) -> Receipt:

@@ -39,6 +39,9 @@ class EngineConfig(Section):
     """Seconds within which an engine must have started; loading, compiling and capturing graphs count."""
     call_deadline_s: float = Field(default=60, gt=0)
     """Seconds for calls that should answer at once: submit, pause, sleep, metrics."""
+    push_deadline_s: float = Field(default=300, gt=0)
+    """Seconds within which a push of weights must have arrived and been loaded. Learner and engines wait half as long
+    for each other in a broadcast, so raise it where weights take longer or many GPUs have to meet."""
     progress_deadline_s: float = Field(default=120, gt=0)
     """An engine that has requests but produces no token for this many seconds is lost."""
 

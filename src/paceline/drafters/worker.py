@@ -29,6 +29,7 @@ import numpy as np
 import psutil
 
 from paceline.config import DrafterTrainingConfig, Section
+from paceline.types import DeviceKind
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,8 @@ class WorkerSettings(Section):
     training: DrafterTrainingConfig
     cpus: tuple[int, ...] | None
     """Cores that the process may use: those of its engine."""
+    device: DeviceKind | None = None
+    """What it computes on; None is what it finds."""
     seed: int
 
 
@@ -130,7 +133,7 @@ class TrainingWorker:
         self._training = settings.training
         self._buffer = Buffer(documents_in(settings.directory), self._training.buffer)
         self._rounds = Rounds(rounds_in(settings.directory), settings.drafter)
-        device = use_device()
+        device = use_device(kind=settings.device)
         self._drafter, self._judged = load(settings.drafter), load(settings.drafter)
         for model in (self._drafter, self._judged):
             nn.Module.to(model, device)  # transformers' own `to` is annotated wrongly

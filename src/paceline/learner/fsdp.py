@@ -37,7 +37,7 @@ from paceline.learner.calibration import Calibration, calibration_metrics, choos
 from paceline.learner.checkpoint import full_weight, load_policy, output_head, write_checkpoint
 from paceline.learner.objective import LossSums, loss_normaliser, policy_loss
 from paceline.learner.scoring import HiddenStates, LogpResult, TokenScorer, hidden_states_of, record_taps, unflatten
-from paceline.types import Sample
+from paceline.types import DeviceKind, Sample
 
 
 class FsdpLearner:
@@ -55,10 +55,11 @@ class FsdpLearner:
         rank: int = 0,
         init_method: str | None = None,
         num_threads: int | None = None,
+        device: DeviceKind | None = None,
     ) -> None:
         """`init_method` is where the ranks meet, as torch.distributed spells it (`tcp://127.0.0.1:29500`,
         `file:///shared/meeting`); a single rank needs none. `temperature` is that of the rollouts: their
-        log-probabilities are taken after it."""
+        log-probabilities are taken after it. `device` None is a GPU if this process has one."""
         if not temperature > 0:
             raise ValueError(f"temperature: got {temperature}; must be above 0 because logits are divided by it")
         if config.world_size > 1 and init_method is None:
@@ -75,7 +76,7 @@ class FsdpLearner:
         self._num_steps = 0
         self.kv_scales: KvScales | None = None
         """Scales for an FP8 KV cache; None before the first `calibrate`."""
-        self._device = _prepare_device(rank, seed, num_threads)
+        self._device = _prepare_device(rank, seed, num_threads, device)
         policy, self._names = load_policy(self._path)
         _join(config, rank, self._device, init_method)
         self._scorer = TokenScorer(policy, temperature)
@@ -295,12 +296,12 @@ class FsdpLearner:
         return self._config.learning_rate * min(1.0, (step + 1) / max(1, self._config.warmup_steps))
 
 
-def _prepare_device(rank: int, seed: int, num_threads: int | None) -> torch.device:
+def _prepare_device(rank: int, seed: int, num_threads: int | None, kind: DeviceKind | None) -> torch.device:
     """Seed the process and pick its device."""
     torch.manual_seed(seed)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    device = use_device(rank)
+    device = use_device(rank, kind)
     if device.type != "cpu":
         return device
     # Not on GPUs, where some kernels have no deterministic form and would raise.

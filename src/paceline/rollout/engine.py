@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CLOSE_DEADLINE_S = 10.0
+_TRANSFERS = frozenset({"receive_push", "init_weight_transfer_engine"})
+"""Calls that move a whole policy or wait for all who take part in that: they have the deadline of a push."""
 # vLLM reads the environment while it starts an engine, and a second engine in the same process may want another one.
 _START_LOCK = threading.Lock()
 
@@ -213,7 +215,8 @@ class VllmEngine:
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `worker.WorkerExtension` (or of vLLM's worker) on every worker; answers in order of rank."""
-        return await self._call(method, self._llm.collective_rpc(method, args=args))
+        deadline_s = self.config.push_deadline_s if method in _TRANSFERS else None
+        return await self._call(method, self._llm.collective_rpc(method, args=args), deadline_s)
 
     async def receive(self, push: Push) -> Receipt:
         """Apply one push of weights; the wire and its guarantees are in `paceline.weights`."""
@@ -287,16 +290,17 @@ class VllmEngine:
             self._lost = EngineLostError(self.name, why)
         return self._lost
 
-    async def _call(self, what: str, answer: Coroutine[Any, Any, T]) -> T:
+    async def _call(self, what: str, answer: Coroutine[Any, Any, T], deadline_s: float | None = None) -> T:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self._lost is not None:
             answer.close()
             raise self._lost
+        deadline_s = deadline_s or self.config.call_deadline_s
         try:
-            return await asyncio.wait_for(answer, self.config.call_deadline_s)
+            return await asyncio.wait_for(answer, deadline_s)
         except TimeoutError:
-            raise self._lose(f"{what} did not answer within {self.config.call_deadline_s:.1f} s") from None
+            raise self._lose(f"{what} did not answer within {deadline_s:.1f} s") from None
         except EngineDeadError:
             raise self._lose(f"EngineCore died during {what}") from None
 

@@ -1,0 +1,291 @@
+"""Which node each process of a run goes to: a pure function of the cluster's resources and the config.
+
+    nodes (resources.py) ─┐
+                          ├─▶ plan ─▶ Layout: device, bundles, strategy, wire ─▶ placement.py ─▶ actors
+    config ───────────────┘
+
+Nobody asks the driver's own hardware: the driver may be a head without GPUs. A bundle is room for one actor. Engines
+and ranks name their bundle by its index, so that colocated ones can name the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from paceline.config import Config
+from paceline.devices import Transport, weight_transport
+from paceline.types import DeviceKind, PacelineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine, as Ray shows it."""
+
+    id: str
+    num_cpus: int
+    num_gpus: int
+    """GPUs that are free."""
+    taken_gpus: int = 0
+    """GPUs that other jobs hold now."""
+    accelerator: str | None = None
+    """Type of its GPUs, such as H100."""
+    sliced: bool = False
+    """Its GPUs are slices of a GPU (MIG). Ray counts each slice as a whole GPU."""
+    has_driver: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Room for one actor on one node."""
+
+    num_gpus: int
+    node: str | None
+    """Id of the node; None leaves the choice to Ray."""
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """The bundle as Ray wants it: one CPU for the actor, and its GPUs."""
+        return {"CPU": 1.0, "GPU": float(self.num_gpus)} if self.num_gpus else {"CPU": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The one decision about devices of a run, which all its processes are told."""
+
+    device: DeviceKind
+    bundles: tuple[Bundle, ...]
+    engines: tuple[int, ...]
+    """Index of each engine's bundle."""
+    ranks: tuple[int, ...]
+    """Index of each learner rank's bundle."""
+    training_hosts: frozenset[int]
+    """Engines beside which the drafter can be trained. Training data and rounds go through a directory, so these are on
+    one node with the whole learner and the driver."""
+    strategy: Literal["PACK", "STRICT_PACK"]
+    transport: Transport
+
+
+def plan(nodes: Sequence[Node], config: Config) -> Layout:
+    """Decide where everything goes; raises PacelineError that says what is missing, and what to set instead."""
+    has_gpus = any(node.num_gpus + node.taken_gpus for node in nodes)
+    if config.cluster.device == "gpu" and not has_gpus:
+        raise PacelineError(
+            "cluster.device: got 'gpu', but no node of the Ray cluster has one (`ray status` shows what it has); add "
+            "GPU nodes, or set cluster.device=cpu"
+        )
+    use_gpus = has_gpus and config.cluster.device != "cpu"
+    return _on_gpus(nodes, config) if use_gpus else _on_cpus(nodes, config)
+
+
+def nodes_from(
+    table: Sequence[Mapping[str, Any]],
+    free: Mapping[str, Mapping[str, float]],
+    *,
+    driver: str,
+    sliced: Collection[str] = (),
+) -> list[Node]:
+    """Nodes out of Ray's node table (`ray.nodes()`) and its free resources by node id.
+
+    A node that has only just joined may be missing in `free`; then nothing of it is taken. Ray counts a MIG slice as a
+    GPU and does not say so: `sliced` names the nodes where it is one. Parts of a GPU are of no use to a run.
+    """
+    nodes = []
+    for entry in table:
+        if not entry["Alive"]:
+            continue
+        total, node_id = entry["Resources"], str(entry["NodeID"])
+        num_gpus, left = int(total.get("GPU", 0)), int(free.get(node_id, total).get("GPU", 0))
+        types = [name.partition(":")[2] for name in total if name.startswith("accelerator_type:")]
+        nodes.append(
+            Node(
+                id=node_id,
+                num_cpus=int(total.get("CPU", 0)),
+                num_gpus=left,
+                taken_gpus=num_gpus - left,
+                accelerator=types[0] if types else None,
+                sliced=node_id in sliced,
+                has_driver=node_id == driver,
+            )
+        )
+    return nodes
+
+
+def _on_cpus(nodes: Sequence[Node], config: Config) -> Layout:
+    """All processes on one node, because shared memory is the wire there. Which one, Ray decides."""
+    num_engines, world_size = config.rollout.num_engines, config.learner.world_size
+    needed, largest = num_engines + world_size, max((node.num_cpus for node in nodes), default=0)
+    if needed > largest:
+        raise PacelineError(
+            f"cluster: the run needs {needed} CPUs on one node ({num_engines} engines + learner {world_size}), "
+            f"and the largest node has {largest}; lower rollout.num_engines or learner.world_size, or start Ray "
+            "there with a larger --num-cpus"
+        )
+    return Layout(
+        device="cpu",
+        bundles=(Bundle(num_gpus=0, node=None),) * needed,
+        engines=tuple(range(num_engines)),
+        ranks=tuple(range(num_engines, needed)),
+        training_hosts=frozenset(range(num_engines)),
+        strategy="STRICT_PACK",
+        transport=weight_transport("cpu"),
+    )
+
+
+def _on_gpus(nodes: Sequence[Node], config: Config) -> Layout:
+    """Whole GPUs if they are enough, else the slices of one node."""
+    need = _Need(
+        per_engine=config.rollout.engine.tensor_parallel_size,
+        num_engines=config.rollout.num_engines,
+        world_size=config.learner.world_size,
+    )
+    found, transport = _fit([node for node in nodes if not node.sliced], need), weight_transport("gpu")
+    # A process can use one slice only, and NCCL takes slices of one GPU for the same GPU. So nothing of ours may span
+    # several of them, and weights go through the memory of the node.
+    if found is None and need.per_engine == need.world_size == 1:
+        slices = sorted((node for node in nodes if node.sliced), key=lambda node: node.num_gpus)
+        found, transport = next(filter(None, (_fit([node], need) for node in slices)), None), "shared_memory"
+    if found is None:
+        raise PacelineError(_shortage(nodes, need))
+    engines, ranks = found
+    driver = {node.id for node in nodes if node.has_driver}
+    return Layout(
+        device="gpu",
+        bundles=(
+            *(Bundle(num_gpus=need.per_engine, node=node) for node in engines),
+            *(Bundle(num_gpus=1, node=node) for node in ranks),
+        ),
+        engines=tuple(range(len(engines))),
+        ranks=tuple(range(len(engines), len(engines) + len(ranks))),
+        training_hosts=frozenset(index for index, node in enumerate(engines) if {node} == set(ranks) == driver),
+        strategy="PACK",
+        transport=transport,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Need:
+    per_engine: int
+    num_engines: int
+    world_size: int
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_engines * self.per_engine + self.world_size
+
+    @property
+    def text(self) -> str:
+        return f"{self.num_engines} engines x {self.per_engine} + learner {self.world_size}"
+
+
+class _Room:
+    """What is left of each node while bundles are handed out."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._left = {node.id: (node.num_gpus, node.num_cpus) for node in nodes}
+
+    def holding(self, num_bundles: int, num_gpus: int) -> list[str]:
+        """Nodes with room for so many bundles of so many GPUs, the fullest first: large gaps are kept for later."""
+        fitting = [
+            (left, node)
+            for node, (left, cpus) in self._left.items()
+            if left >= num_bundles * num_gpus and cpus >= num_bundles
+        ]
+        return [node for _, node in sorted(fitting, key=lambda item: item[0])]
+
+    def take(self, node: str, num_bundles: int, num_gpus: int) -> list[str]:
+        left, cpus = self._left[node]
+        self._left[node] = (left - num_bundles * num_gpus, cpus - num_bundles)
+        return [node] * num_bundles
+
+    def place_engines(self, need: _Need) -> list[str] | None:
+        """A node for each engine, which all its GPUs are on."""
+        placed: list[str] = []
+        for _ in range(need.num_engines):
+            nodes = self.holding(1, need.per_engine)
+            if not nodes:
+                return None
+            placed += self.take(nodes[0], 1, need.per_engine)
+        return placed
+
+    def place_ranks(self, need: _Need) -> list[str] | None:
+        """A node for each rank, on as few nodes as there can be."""
+        placed: list[str] = []
+        while len(placed) < need.world_size:
+            nodes = self.holding(1, 1)
+            if not nodes:
+                return None
+            emptiest = nodes[-1]
+            placed += self.take(emptiest, min(need.world_size - len(placed), *self._left[emptiest]), 1)
+        return placed
+
+
+def _fit(nodes: Sequence[Node], need: _Need) -> tuple[list[str], list[str]] | None:
+    """Nodes of engines and of ranks; None if they do not fit. The learner is kept on one node where that is possible,
+    the driver's if that has room, since its ranks exchange more than all others."""
+    driver = {node.id for node in nodes if node.has_driver}
+    for home in sorted(_Room(nodes).holding(need.world_size, 1), key=lambda node: node not in driver):
+        room = _Room(nodes)
+        ranks = room.take(home, need.world_size, 1)
+        if (engines := room.place_engines(need)) is not None:
+            return engines, ranks
+    room = _Room(nodes)
+    if (engines := room.place_engines(need)) is None or (ranks := room.place_ranks(need)) is None:
+        return None
+    return engines, ranks
+
+
+def _shortage(nodes: Sequence[Node], need: _Need) -> str:
+    """What is missing, and the nearest settings that fit."""
+    whole = [node for node in nodes if node.num_gpus and not node.sliced]
+    slices = sum(node.num_gpus for node in nodes if node.sliced)
+    have, largest = sum(node.num_gpus for node in whole), max((node.num_gpus for node in whole), default=0)
+    if slices and need.per_engine > 1 and need.per_engine > largest:
+        return (
+            f"rollout.engine.tensor_parallel_size: got {need.per_engine}; must be 1 on MIG slices, because a process "
+            "can use only one of them"
+        )
+    if slices and need.world_size > 1 and need.world_size > have:
+        return (
+            f"learner.world_size: got {need.world_size}; must be 1 on MIG slices, because NCCL takes slices of one GPU "
+            "for the same GPU"
+        )
+    if whole and need.per_engine > largest:
+        return (
+            f"rollout.engine.tensor_parallel_size: got {need.per_engine}; must be at most {largest}, because all GPUs "
+            "of an engine are on one node and no node has more free"
+        )
+    taken = sum(node.taken_gpus for node in nodes)
+    found = f"the cluster has {have}" + (f" free, and {taken} that other jobs hold" if taken else "")
+    if slices:
+        found += f", and {slices} MIG slices, of which only those of one node can be used, and not with other GPUs"
+    if have >= need.num_gpus:
+        sizes = Counter((node.num_gpus, node.num_cpus) for node in whole)
+        listed = ", ".join(
+            f"{count} x ({gpus} GPUs, {cpus} CPUs)" for (gpus, cpus), count in sorted(sizes.items(), reverse=True)
+        )
+        found += (
+            f" on nodes of {listed}, where they do not fit: all GPUs of an engine are on one node, and every engine "
+            "and rank takes a CPU"
+        )
+    return f"cluster: the run needs {need.num_gpus} GPUs ({need.text}); {found}; {_remedy(nodes, need)}"
+
+
+def _remedy(nodes: Sequence[Node], need: _Need) -> str:
+    whole = [node for node in nodes if not node.sliced]
+    settings = []
+    for key, field, asked in (
+        ("rollout.num_engines", "num_engines", need.num_engines),
+        ("learner.world_size", "world_size", need.world_size),
+    ):
+        fitting = (size for size in range(asked - 1, 0, -1) if _fit(whole, replace(need, **{field: size})) is not None)
+        if (size := next(fitting, None)) is not None:
+            settings.append(f"{key}={size}")
+    if settings:
+        return f"set {' or '.join(settings)}, or add nodes"
+    return (
+        f"one engine and one rank need {need.per_engine + 1}, because engines and learner do not share GPUs yet; add "
+        "GPUs, or set cluster.device=cpu"
+    )

@@ -1,0 +1,51 @@
+"""Online drafter training as the loop sees it: a trainer beside each engine, and the sender of finished rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.cluster.proxies import RemoteEngine, RemoteSender
+from paceline.drafters.rounds import Rounds
+from paceline.drafters.worker import WorkerSettings
+from paceline.types import Receipt
+
+
+class RoundSender:
+    """drafter_training.DrafterSender: sends the drafter of a round over the weight wire."""
+
+    def __init__(self, sender: RemoteSender, rounds: Rounds) -> None:
+        self._sender = sender
+        self._rounds = rounds
+
+    async def send_drafter(self, number: int) -> Sequence[Receipt]:
+        return await self._sender.send_drafter(self._rounds.file(number), number)
+
+    async def stop_speculation(self) -> None:
+        await self._sender.stop_speculation()
+
+
+class RemoteTrainer:
+    """slots.Trainer over an EngineActor, whose child the training process is."""
+
+    def __init__(self, engine: RemoteEngine, settings: WorkerSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+        self.pid = 0
+
+    async def start(self) -> None:
+        self.pid = await self._engine.trainer_start(self._settings)
+
+    async def ready(self) -> bool:
+        return await self._engine.trainer_ready()
+
+    async def lease(self) -> None:
+        await self._engine.trainer_call("lease")
+
+    async def recall(self) -> None:
+        await self._engine.trainer_call("recall")
+
+    async def kill(self) -> None:
+        await self._engine.trainer_call("kill")
+
+    async def ended(self) -> str:
+        return f"exit code {await self._engine.trainer_ended()}"
