@@ -12,7 +12,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import remove_placement_group
 
-from paceline.cluster.layout import Layout
+from paceline.cluster.layout import ClusterLayout
 from paceline.cluster.placement import create, decide, reserve
 from paceline.config import Config, load_config
 
@@ -47,7 +47,7 @@ def config(num_engines: int, per_engine: int, world_size: int) -> Config:
     )
 
 
-def landed(layout: Layout) -> list[tuple[str, list[str]]]:
+def landed(layout: ClusterLayout) -> list[tuple[str, list[str]]]:
     """Node and GPUs that an actor in each bundle was given."""
 
     class Stub:
@@ -80,7 +80,7 @@ def test_run_waits_for_gpus_that_another_job_is_about_to_free(nodes: dict[str, s
     """What the last run held is free a moment after it has ended; planned at once, the next one would be refused. When
     only slices are left, they are recognised and used."""
 
-    async def both() -> Layout:
+    async def both() -> ClusterLayout:
         first = await decide(config(2, 4, 2))
         group = reserve(first)
         waiting = asyncio.create_task(decide(config(1, 8, 1)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cluster.layout import Layout, Node, nodes_from, plan
+from paceline.cluster.layout import ClusterLayout, Node, nodes_from, plan
 from paceline.config import Config, load_config
 from paceline.types import PacelineError
 
@@ -32,7 +32,7 @@ HEAD = Node(id="head", num_cpus=16, num_gpus=0, has_driver=True)
 """A Ray head without GPUs, where the driver runs."""
 
 
-def taken(layout: Layout) -> Counter[str]:
+def taken(layout: ClusterLayout) -> Counter[str]:
     """GPUs that a layout takes of each node."""
     found: Counter[str] = Counter()
     for bundle in layout.bundles:
@@ -41,7 +41,7 @@ def taken(layout: Layout) -> Counter[str]:
     return found
 
 
-def places(layout: Layout, indices: tuple[int, ...]) -> list[str]:
+def places(layout: ClusterLayout, indices: tuple[int, ...]) -> list[str]:
     return [str(layout.bundles[index].node) for index in indices]
 
 

@@ -1,7 +1,7 @@
 """Which node each process of a run goes to: a pure function of the cluster's resources and the config.
 
     nodes (resources.py) ─┐
-                          ├─▶ plan ─▶ Layout: device, bundles, strategy, wire ─▶ placement.py ─▶ actors
+                          ├─▶ plan ─▶ ClusterLayout: device, bundles, strategy, wire ─▶ placement.py ─▶ actors
     config ───────────────┘
 
 Nobody asks the driver's own hardware: the driver may be a head without GPUs. A bundle is room for one actor. Engines
@@ -52,7 +52,7 @@ class Bundle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ClusterLayout:
     """The one decision about devices of a run, which all its processes are told."""
 
     device: DeviceKind
@@ -68,7 +68,7 @@ class Layout:
     transport: Transport
 
 
-def plan(nodes: Sequence[Node], config: Config) -> Layout:
+def plan(nodes: Sequence[Node], config: Config) -> ClusterLayout:
     """Decide where everything goes; raises PacelineError that says what is missing, and what to set instead."""
     has_gpus = any(node.num_gpus + node.taken_gpus for node in nodes)
     if config.cluster.device == "gpu" and not has_gpus:
@@ -113,7 +113,7 @@ def nodes_from(
     return nodes
 
 
-def _on_cpus(nodes: Sequence[Node], config: Config) -> Layout:
+def _on_cpus(nodes: Sequence[Node], config: Config) -> ClusterLayout:
     """All processes on one node, because shared memory is the wire there. Which one, Ray decides."""
     num_engines, world_size = config.rollout.num_engines, config.learner.world_size
     needed, largest = num_engines + world_size, max((node.num_cpus for node in nodes), default=0)
@@ -123,7 +123,7 @@ def _on_cpus(nodes: Sequence[Node], config: Config) -> Layout:
             f"and the largest node has {largest}; lower rollout.num_engines or learner.world_size, or start Ray "
             "there with a larger --num-cpus"
         )
-    return Layout(
+    return ClusterLayout(
         device="cpu",
         bundles=(Bundle(num_gpus=0, node=None),) * needed,
         engines=tuple(range(num_engines)),
@@ -134,7 +134,7 @@ def _on_cpus(nodes: Sequence[Node], config: Config) -> Layout:
     )
 
 
-def _on_gpus(nodes: Sequence[Node], config: Config) -> Layout:
+def _on_gpus(nodes: Sequence[Node], config: Config) -> ClusterLayout:
     """Whole GPUs if they are enough, else the slices of one node."""
     need = _Need(
         per_engine=config.rollout.engine.tensor_parallel_size,
@@ -151,7 +151,7 @@ def _on_gpus(nodes: Sequence[Node], config: Config) -> Layout:
         raise PacelineError(_shortage(nodes, need))
     engines, ranks = found
     driver = {node.id for node in nodes if node.has_driver}
-    return Layout(
+    return ClusterLayout(
         device="gpu",
         bundles=(
             *(Bundle(num_gpus=need.per_engine, node=node) for node in engines),

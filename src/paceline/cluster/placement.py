@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cluster import reaper
 from paceline.cluster.actors import EngineActor, LearnerActor
-from paceline.cluster.layout import Layout, plan
+from paceline.cluster.layout import ClusterLayout, plan
 from paceline.cluster.proxies import (
     CLOSE_DEADLINE_S,
     RemoteEngine,
@@ -108,7 +108,7 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
                 shutil.rmtree(directory, ignore_errors=True)
 
 
-async def decide(config: Config) -> Layout:
+async def decide(config: Config) -> ClusterLayout:
     """The layout of this run in the cluster that this process is connected to, once other jobs leave room for it."""
     until_s = time.monotonic() + _ROOM_DEADLINE_S
     while True:
@@ -123,7 +123,7 @@ async def decide(config: Config) -> Layout:
 
 async def _start_actors(
     config: Config,
-    layout: Layout,
+    layout: ClusterLayout,
     model_path: Path,
     engines: Sequence[RemoteEngine],
     learner: RemoteLearner,
@@ -195,7 +195,7 @@ def _training_directory(config: Config) -> Path | None:
     return config.speculation.training.buffer.directory / secrets.token_hex(8)
 
 
-def _check_training(config: Config, layout: Layout) -> None:
+def _check_training(config: Config, layout: ClusterLayout) -> None:
     """Refuse drafter training where it cannot work."""
     speculation, _ = _trained_drafter(config)
     if speculation.drafter.kind == "dflash" and layout.device == "cpu":
@@ -277,7 +277,7 @@ def _reaped(directory: Path | None) -> Iterator[None]:
         os.environ.pop(reaper.VARIABLE)
 
 
-def reserve(layout: Layout) -> PlacementGroup:
+def reserve(layout: ClusterLayout) -> PlacementGroup:
     """Take the bundles of a layout, each on its node."""
     bundles = [bundle.resources for bundle in layout.bundles]
     nodes = [{} if bundle.node is None else {"ray.io/node-id": bundle.node} for bundle in layout.bundles]
@@ -295,7 +295,7 @@ def reserve(layout: Layout) -> PlacementGroup:
     return group
 
 
-def create(actor: type, layout: Layout, group: PlacementGroup, index: int, *args: Any) -> Any:
+def create(actor: type, layout: ClusterLayout, group: PlacementGroup, index: int, *args: Any) -> Any:
     """Make an actor in one of the bundles, with all its GPUs."""
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     num_gpus = layout.bundles[index].num_gpus
@@ -303,7 +303,9 @@ def create(actor: type, layout: Layout, group: PlacementGroup, index: int, *args
     return ray.remote(actor).options(**options).remote(*args)
 
 
-def _create_actors(config: Config, layout: Layout, group: PlacementGroup) -> tuple[list[RemoteEngine], RemoteLearner]:
+def _create_actors(
+    config: Config, layout: ClusterLayout, group: PlacementGroup
+) -> tuple[list[RemoteEngine], RemoteLearner]:
     engines = [
         RemoteEngine(f"engine-{number}", create(EngineActor, layout, group, index), config.rollout.engine)
         for number, index in enumerate(layout.engines)
