@@ -114,6 +114,12 @@ def test_resolved_config_makes_the_same_config_again():
     assert type(config).model_validate_json(config.model_dump_json()) == config
 
 
+def test_fp8_cache_is_always_recomputed() -> None:
+    """New scales would misread what the old ones wrote, and every later token of the rollout with it."""
+    with pytest.raises(ValueError, match="recompute_kv_at_sync: got false with kv_cache 'fp8'"):
+        EngineConfig(kv_cache="fp8", recompute_kv_at_sync=False)
+
+
 def test_engines_compile_on_gpus_by_default_as_plan_assumes() -> None:
     """`paceline plan` promises step times inside graphs."""
     assert EngineConfig().compiles(gpu=True) and not EngineConfig().compiles(gpu=False)

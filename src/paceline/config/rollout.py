@@ -35,6 +35,10 @@ class EngineConfig(Section):
     cuda_graph_gb: float = Field(default=2.0, gt=0)
     """Memory of one GPU, in GB, that the CUDA graphs of a speculating engine may take by estimate. More of it allows
     more draft lengths (0, 1, 3, 7 or all) and larger batches to run in graphs."""
+    recompute_kv_at_sync: bool = True
+    """Compute the KV cache of running rollouts anew with new weights. `false` keeps what the old weights left: no pause
+    for prefill, but later tokens of these rollouts are drawn from neither policy, which adds to the mismatch. Has no
+    effect without `run.lag`."""
     start_deadline_s: float = Field(default=900, gt=0)
     """Seconds within which an engine must have started; loading, compiling and capturing graphs count."""
     call_deadline_s: float = Field(default=60, gt=0)
@@ -60,6 +64,11 @@ class EngineConfig(Section):
             raise ValueError(
                 f"rollout.engine.weights: got 'fp8' with dtype {self.dtype!r}; dtype must be 'bfloat16' because "
                 "engines quantise from it"
+            )
+        if self.kv_cache == "fp8" and not self.recompute_kv_at_sync:
+            raise ValueError(
+                "rollout.engine.recompute_kv_at_sync: got false with kv_cache 'fp8'; must be true because new scales "
+                "would misread what the old ones wrote"
             )
         if self.weights == "fp8" and self.tensor_parallel_size > 1:
             raise ValueError(

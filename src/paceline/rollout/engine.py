@@ -229,9 +229,11 @@ class VllmEngine:
 
         Cached prefixes were computed by the old policy. Requests in flight hold such blocks too, and then vLLM can only
         drop them by computing those requests' KV cache anew; their tokens so far and the version of each token stay as
-        they are.
+        they are. Where the config says not to, only these requests go on with the old blocks: new ones have another
+        cache salt and do not find them.
         """
-        if not await self._call("reset_prefix_cache", self._llm.reset_prefix_cache()):
+        reset = await self._call("reset_prefix_cache", self._llm.reset_prefix_cache())
+        if not reset and self.config.recompute_kv_at_sync:
             await self._call("reset_prefix_cache", self._llm.reset_prefix_cache(reset_running_requests=True))
         await self._label(version)
 
@@ -254,7 +256,8 @@ class VllmEngine:
     async def _add(self, requests: Sequence[RolloutRequest]) -> None:
         for request in requests:
             started_s = time.monotonic()
-            outputs = await vllm_requests.add(self._llm, request, sampling_params(request, self._stop_token_ids))
+            params = sampling_params(request, self._stop_token_ids)
+            outputs = await vllm_requests.add(self._llm, request, params, cache_salt=str(self.policy_version))
             task = asyncio.create_task(self._finish(request, outputs, started_s))
             self._in_flight.add(task)
             task.add_done_callback(self._in_flight.discard)

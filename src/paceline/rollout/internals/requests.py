@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
-async def add(llm: AsyncLLM, request: RolloutRequest, params: SamplingParams) -> RequestOutputCollector:
-    """Queue one request; its name is read back by `request_ids.rollout_key`."""
+async def add(
+    llm: AsyncLLM, request: RolloutRequest, params: SamplingParams, *, cache_salt: str
+) -> RequestOutputCollector:
+    """Queue one request; its name is read back by `request_ids.rollout_key`. Cached prefixes are shared among requests
+    of one salt only."""
     from vllm.inputs.engine import tokens_input
 
-    prompt = tokens_input(request.prompt_ids.tolist())
+    prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=cache_salt)
     return await llm.add_request(f"{request.group_id}:{request.index}", prompt, params)
 
 
