@@ -14,6 +14,8 @@ import urllib.request
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -113,6 +115,16 @@ def test_draft_length_of_a_step_was_chosen_one_step_before(hosted) -> None:
     for before, after in pairwise(trace):
         if not after["num_prefill_tokens"]:
             assert after["verified"] <= before["drafted"]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_scheduler_is_the_one_for_how_vllm_schedules(ahead: bool) -> None:
+    """The synchronous one would wait for draft tokens that vLLM never hands over when it schedules ahead."""
+    from paceline.rollout.scheduler import AdaptiveScheduler, AsyncAdaptiveScheduler
+
+    make: Any = AdaptiveScheduler.__new__
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
+    assert type(make(AdaptiveScheduler, vllm_config=config)) is (AsyncAdaptiveScheduler if ahead else AdaptiveScheduler)
 
 
 def test_server_adapts_with_two_flags(policy_path: Path, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.sampler import refuse_lossy
 from paceline.rollout.speculation import (
     FP8_WEIGHTS,
+    SCHEDULER,
     Unhashed,
     graph_plan,
-    scheduler_class,
     scheduler_settings,
     speculative_config,
 )
@@ -72,7 +72,7 @@ def engine_args(
         refuse_lossy(args.speculative_config)
         if plan is not None:
             args.compilation_config.cudagraph_capture_sizes = plan.capture_sizes
-        args.scheduler_cls = scheduler_class(speculation, cpu=cpu)
+        args.scheduler_cls = SCHEDULER
         args.additional_config = cast("Any", Unhashed(scheduler_settings(speculation, plan)))
         args.per_request_spec_decode_metrics = "summary"
     return args

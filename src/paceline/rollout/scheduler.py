@@ -39,6 +39,7 @@ from paceline.selector.cost import Step
 from paceline.selector.select import Selector, build_selector
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -74,7 +75,14 @@ class _Begun:
     """What the selector expects of the drafts that this step verifies."""
 
 
-class _Adaptive(Scheduler):
+class AdaptiveScheduler(Scheduler):
+    """Chooses the draft length of every step. Where vLLM schedules asynchronously it makes itself an
+    `AsyncAdaptiveScheduler`: vLLM decides that when it has seen all settings, too late for who names a scheduler."""
+
+    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> AdaptiveScheduler:
+        ahead = cls is AdaptiveScheduler and vllm_config.scheduler_config.async_scheduling
+        return object.__new__(AsyncAdaptiveScheduler if ahead else cls)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         scheduler_door.install()
@@ -194,12 +202,8 @@ class _Adaptive(Scheduler):
             self._trace = None
 
 
-class AdaptiveScheduler(_Adaptive):
-    """For synchronous scheduling, which vLLM's CPU backend and model-free drafters use."""
-
-
-class AsyncAdaptiveScheduler(_Adaptive, AsyncScheduler):
-    """For asynchronous scheduling, the default on GPUs."""
+class AsyncAdaptiveScheduler(AdaptiveScheduler, AsyncScheduler):
+    """The same where the next step is scheduled before the results of the last are there: GPUs, learned drafters."""
 
 
 def _trace_line(step: Step, output: SchedulerOutput, emitted: dict[str, int]) -> dict[str, Any]:

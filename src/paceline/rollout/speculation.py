@@ -20,6 +20,7 @@ from paceline.selector.graphs import CapturePlan, GraphMemory, length_table, pla
 
 FP8_WEIGHTS = "fp8_per_block"
 """vLLM's name for what `fp8.quantise_blocks` does."""
+SCHEDULER = "paceline.rollout.scheduler.AdaptiveScheduler"
 _GRAPH_MEMORY = GraphMemory(per_graph_gb=0.002, per_token_gb=0.00006)
 """From the captures that vLLM's developers logged (vllm-project/vllm, pull requests 22897 and 23184): about 7 MiB for
 100 tokens, 26 MiB for 450. Not measured by us."""
@@ -101,12 +102,6 @@ def speculative_config(
         ):
             quantised = {"quantization": FP8_WEIGHTS} if config.drafter.weights == "fp8" else {}
             return settings | {"method": method, "model": path, "draft_sample_method": how} | quantised
-
-
-def scheduler_class(config: SpeculationConfig, *, cpu: bool) -> str:
-    """vLLM schedules ahead of the results on GPUs, except for drafters that need the sampled tokens on the host."""
-    on_host = isinstance(config.drafter, NgramDrafter | HistoryDrafter)
-    return f"paceline.rollout.scheduler.{'AdaptiveScheduler' if cpu or on_host else 'AsyncAdaptiveScheduler'}"
 
 
 def check_drafter(config: SpeculationConfig, model_path: Path, engine: EngineConfig) -> None:
