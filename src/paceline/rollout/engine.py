@@ -124,12 +124,8 @@ class VllmEngine:
             pids = {pid for pair in await engine.rpc("paceline_processes") for pid in pair}
             engine._processes = [psutil.Process(pid) for pid in sorted(pids)]
             await engine._label(0)
-            if speculation is not None and not stock_sampler and not all(await engine.rpc("sampler_is_sound")):
-                raise PacelineError(
-                    f"engine {name}: its sampler draws from a wrong distribution under speculation (vLLM issue "
-                    "55005), because "
-                    "vLLM did not load the plugin paceline_sampler that mends it; add it to VLLM_PLUGINS or unset that"
-                )
+            if speculation is not None and not stock_sampler:
+                await engine._check_sampler()
         except BaseException:
             await engine.close()
             raise
@@ -248,6 +244,15 @@ class VllmEngine:
         with suppress(TimeoutError):  # what is left of it is killed next
             await asyncio.wait_for(asyncio.to_thread(llm.shutdown, _CLOSE_DEADLINE_S / 2), _CLOSE_DEADLINE_S)
         await asyncio.to_thread(_kill, self._processes)
+
+    async def _check_sampler(self) -> None:
+        for worker in await self.rpc("paceline_sampler"):
+            if not worker["sound"]:
+                raise PacelineError(
+                    f"engine {self.name}: its sampler {worker['sampler']} draws from a wrong distribution under "
+                    "speculation (vLLM issue 55005), because vLLM did not load the plugin paceline_sampler that mends "
+                    "it; add it to VLLM_PLUGINS or unset that"
+                )
 
     async def _label(self, version: int) -> None:
         await self._call("update_weight_version", self._llm.update_weight_version(str(version)))

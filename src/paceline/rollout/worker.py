@@ -20,7 +20,7 @@ import psutil
 
 from paceline.rollout import receiver
 from paceline.rollout.internals import sampler_fix
-from paceline.rollout.internals.drafter_model import proposer
+from paceline.rollout.internals.model_runner import proposer, runner_version, sampler
 from paceline.rollout.internals.processes import engine_core_pid, inside_vllm
 from paceline.weights.message import Push
 
@@ -37,9 +37,19 @@ class WorkerExtension:
         """Process ids of this worker and of the EngineCore that it serves; the owner reaps both."""
         return os.getpid(), engine_core_pid()
 
-    def sampler_is_sound(self) -> bool:
-        """Asked here and not in the owner's process: this is the one that samples."""
-        return sampler_fix.sampler_is_sound()
+    def paceline_sampler(self) -> dict[str, Any]:
+        """Model runner and sampler of this worker, and whether the sampler is sound as far as we know.
+
+        Asked here and not in the owner's process: this is the one that samples. Only V1's sampler has a known fault;
+        V2 has another sampler.
+        """
+        worker = cast("Worker", self)
+        version, found = runner_version(worker), type(sampler(worker))
+        return {
+            "runner": version,
+            "sampler": f"{found.__module__}.{found.__qualname__}",
+            "sound": version == "v2" or sampler_fix.sampler_is_sound(),
+        }
 
     def receive_push(self, push: Mapping[str, Any]) -> dict[str, Any]:
         """Check a `Push` and load it; answers with a `PushReport`, both as plain dicts."""

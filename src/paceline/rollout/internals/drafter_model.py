@@ -1,11 +1,8 @@
-"""The drafter inside vLLM's worker: its proposer, and the weights that it shares with the policy.
+"""The drafter's weights inside vLLM's worker: which of them it shares with the policy.
 
-Relies on
-    vllm/v1/worker/gpu_worker.py            Worker.get_model, get_draft_model, speculative_config
-    vllm/v1/worker/gpu_model_runner.py      GPUModelRunner.drafter
-
-because vLLM does not say which of a drafter's weights it has replaced by the policy's (vllm/v1/spec_decode/ does so
-when they are equal), nor give out a custom proposer. A worker method that names shared weights would let the first go.
+Relies on vllm/v1/worker/gpu_worker.py: Worker.get_model and get_draft_model, which both model runners answer, because
+vLLM does not say which of a drafter's weights it has replaced by the policy's (it does so when they are equal). A
+worker method that names shared weights would let this go.
 """
 
 from __future__ import annotations
@@ -14,11 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
-
-
-def proposer(worker: Worker) -> object | None:
-    """What proposes tokens in this worker; None without speculation."""
-    return None if worker.speculative_config is None else worker.model_runner.drafter
 
 
 def shared_with_policy(worker: Worker) -> set[str]:

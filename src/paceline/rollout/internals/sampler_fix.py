@@ -11,6 +11,7 @@ Relied upon:
   vllm/triton_utils/dispatcher.py       KernelOverride (0.31 and later)
   vllm/utils/cpu_triton_utils.py        *_kernel (0.30)
   vllm/platforms/interface.py           register_triton_kernel_overrides
+  vllm/triton_utils/importing.py        HAS_TRITON: true on the CPU under Triton's interpreter only
 
 Goes when no supported vLLM needs it: `test_probe_sees_the_fault_of_the_cpu_sampler` fails on the first that does not.
 """
@@ -80,9 +81,11 @@ def mend_sampler() -> bool:
     """Replace the one function at fault, if this vLLM has the fault; True when it did. Runs in every vLLM process at
     its start."""
     from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
 
-    # Only the CPU has the fault, and asking would initialise CUDA in processes that vLLM is going to fork.
-    if not current_platform.is_cpu() or sampler_is_sound():
+    # Only kernels that stand in for Triton's on the CPU have the fault, and asking would initialise CUDA in processes
+    # that vLLM is going to fork.
+    if not current_platform.is_cpu() or HAS_TRITON or sampler_is_sound():
         return False
     from vllm.logger import init_logger
     from vllm.v1.sample import rejection_sampler

@@ -1,0 +1,33 @@
+"""Which of vLLM's two model runners a worker has, and what samples and drafts in it.
+
+    V1   vllm/v1/worker/gpu_model_runner.py    CPUs, and GPUs where V2 lacks a feature     `drafter`
+    V2   vllm/v1/worker/gpu/model_runner.py    the default on GPUs since vLLM 0.32         `speculator`
+
+Relied upon: `use_v2_model_runner` of the worker (vllm/v1/worker/gpu_worker.py); `drafter` or `speculator`, `sampler`
+and `rejection_sampler` of the runner. Goes when V1 goes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+
+
+def runner_version(worker: Worker) -> Literal["v1", "v2"]:
+    return "v2" if worker.use_v2_model_runner else "v1"
+
+
+def proposer(worker: Worker) -> object | None:
+    """What proposes tokens in this worker; None without speculation."""
+    if worker.speculative_config is None:
+        return None
+    runner = cast("Any", worker.model_runner)
+    return runner.speculator if runner_version(worker) == "v2" else runner.drafter
+
+
+def sampler(worker: Worker) -> object:
+    """What samples in this worker: under speculation that which verifies drafts."""
+    runner = cast("Any", worker.model_runner)
+    return runner.sampler if worker.speculative_config is None else runner.rejection_sampler
