@@ -6,14 +6,14 @@ END_TOKEN = 1
 VOCABULARY = 96
 
 
-def make_policy(path: Path, *, hidden_size: int = 64, seed: int = 0) -> Path:
+def make_policy(path: Path, *, hidden_size: int = 64, seed: int = 0, vocabulary: int = VOCABULARY) -> Path:
     """Write a random Qwen3 checkpoint in float32."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=2,

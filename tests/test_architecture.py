@@ -481,7 +481,7 @@ def test_every_rule_has_a_snippet_that_breaks_it() -> None:
 
 
 # What a distribution of one name brings under another.
-BROUGHT_BY = {"pydantic_core": "pydantic"}
+BROUGHT_BY = {"pydantic_core": "pydantic", "triton": "vllm"}
 
 
 def declared() -> set[str]:

@@ -1,0 +1,59 @@
+"""EAGLE-3 on V2 under asynchronous scheduling, with a draft length that changes from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from driven_engine import DrivenEngine, furthest, reference
+from paceline.certify.lossless import surprise, two_sample
+from paceline.types import Rollout, Tokens
+
+PROMPT = (5, 6, 7, 8)
+NUM_ROLLOUTS = 64
+MAX_TOKENS = 6
+TOLERANCE = 1e-4
+FALSE_POSITIVE_RATE = 1e-4
+"""False-positive rate of the two-sample test; the z-score's, at 5 deviations, is 6e-7."""
+
+
+def padded(rollouts: Sequence[Rollout]) -> Tokens:
+    ids_NT = np.full((len(rollouts), MAX_TOKENS), -1, np.int32)
+    for row, rollout in zip(ids_NT, rollouts, strict=True):
+        row[: len(rollout.token_ids)] = rollout.token_ids
+    return ids_NT
+
+
+def test_engine_schedules_asynchronously_and_verifies_with_v2s_sampler(eagle: DrivenEngine) -> None:
+    """Otherwise the tests below would say nothing about GPUs."""
+    assert eagle.async_scheduling
+    (worker,) = eagle.rpc("paceline_sampler")
+    assert worker["runner"] == "v2"
+    assert worker["sampler"] == "vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler"
+
+
+def test_changing_draft_lengths_leave_the_distribution_as_it_is(eagle: DrivenEngine) -> None:
+    """Drafts scheduled ahead of results, verified with the wrong length or with stale draft probabilities, would bend
+    the distribution without an error. Two-sample test against the same engine without drafts, and a z-score against
+    transformers' exact distribution."""
+    before = eagle.metrics()
+    drafting = eagle.sample([PROMPT] * NUM_ROLLOUTS, max_tokens=MAX_TOKENS)
+    after = eagle.metrics()
+    steps = {key: after[key] - before[key] for key in after if key.startswith("selector/steps_at_k")}
+    assert sum(count > 0 for count in steps.values()) >= 3, f"the draft length hardly changed: {steps}"
+    drafted, accepted = (sum(getattr(r, name) for r in drafting) for name in ("num_drafted", "num_accepted"))
+    assert 0.02 < accepted / drafted < 0.98, "only accepted or only rejected drafts test half of the sampler"
+    assert after["engine/drafted_tokens"] - before["engine/drafted_tokens"] == drafted
+
+    eagle.run(eagle.engine.set_draft_limit(0))
+    plain = eagle.sample([PROMPT] * NUM_ROLLOUTS, max_tokens=MAX_TOKENS)
+    eagle.run(eagle.engine.set_draft_limit(None))
+    assert sum(rollout.num_drafted for rollout in plain) == 0
+
+    for rollouts in (drafting, plain):
+        exact = reference(eagle.path, eagle.weights(), rollouts)
+        assert furthest(rollouts, exact) < TOLERANCE
+        assert abs(surprise([row.logp for row in exact], [row.entropy for row in exact])) < 5
+    found = two_sample([padded(drafting)], [padded(plain)], num_shuffles=19_999)
+    assert found.p_value > FALSE_POSITIVE_RATE, found
