@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from driven_engine import DrivenEngine, furthest, reference
 from paceline.certify.lossless import surprise, two_sample
+from paceline.drafters.rounds import drafter_weights
 from paceline.types import Rollout, Tokens
+from paceline.weights.shared_memory import ShmSender
 
 PROMPT = (5, 6, 7, 8)
 NUM_ROLLOUTS = 64
@@ -57,3 +61,24 @@ def test_changing_draft_lengths_leave_the_distribution_as_it_is(eagle: DrivenEng
         assert abs(surprise([row.logp for row in exact], [row.entropy for row in exact])) < 5
     found = two_sample([padded(drafting)], [padded(plain)], num_shuffles=19_999)
     assert found.p_value > FALSE_POSITIVE_RATE, found
+
+
+def test_pushed_drafter_is_held_and_leaves_the_policy_alone(eagle: DrivenEngine, drafter_path: Path) -> None:
+    """V2 keeps its drafter as `speculator`, not as `drafter`: a push could find none, or land in the policy."""
+    stored = drafter_weights(drafter_path / "model.safetensors")
+    # Equal logits for every token: an even guess.
+    even = {name: torch.zeros_like(x) if x.is_floating_point() and x.ndim == 2 else x for name, x in stored.items()}
+    sender = ShmSender()
+    try:
+        for version, weights in enumerate((even, stored), start=1):
+            push = sender.stage(version, weights.items(), target="drafter")
+            receipt = eagle.run(eagle.engine.receive(push))
+            assert receipt.ok, receipt.error
+            (held,) = eagle.rpc("applied_fingerprints")
+            assert held["drafter"]["fingerprints"] == push.fingerprints
+            rollouts = eagle.sample([PROMPT] * 8, max_tokens=MAX_TOKENS)
+            assert sum(rollout.num_drafted for rollout in rollouts) > 0
+            assert furthest(rollouts, reference(eagle.path, eagle.weights(), rollouts)) < TOLERANCE
+    finally:
+        sender.close()
+    assert eagle.engine.policy_version == 0, "a drafter is no policy"
