@@ -19,6 +19,7 @@ from paceline.drafters.packing import Document, make_pack
 from paceline.drafters.rounds import drafter_weights
 from paceline.lab.random_drafter import random_drafter
 from paceline.rollout.engine import VllmEngine
+from paceline.rollout.internals.amx import has_amx
 from paceline.sessions.draft import WarmStart, default_taps, train_drafter
 from paceline.types import Prompt, RolloutRequest, Tokens
 from paceline.weights.shared_memory import ShmSender
@@ -145,7 +146,10 @@ def test_the_engine_drafts_what_training_unrolled_and_writes_what_it_writes_with
     assert metrics["engine/accepted_tokens"] == pytest.approx(accepted, rel=0.05, abs=3)
 
 
-@pytest.mark.parametrize("weights", ["full", "fp8"])
+NEEDS_AMX = pytest.mark.skipif(not has_amx(), reason="vLLM's FP8 kernels for CPUs need AMX")
+
+
+@pytest.mark.parametrize("weights", ["full", pytest.param("fp8", marks=NEEDS_AMX)])
 def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
     kind: str,
     weights: str,

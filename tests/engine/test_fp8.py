@@ -18,6 +18,7 @@ from paceline.config import EngineConfig
 from paceline.fp8 import KvScales
 from paceline.lab.engines.faults import allow_faults
 from paceline.rollout.engine import VllmEngine
+from paceline.rollout.internals.amx import has_amx
 from paceline.types import Receipt, RolloutRequest
 from paceline.weights.fingerprint import mismatched
 from paceline.weights.message import Push
@@ -64,6 +65,9 @@ class Wire:
             return found.logp.tolist()
 
         return self.run(rollout())
+
+
+pytestmark = pytest.mark.skipif(not has_amx(), reason="vLLM's FP8 kernels for CPUs need AMX")
 
 
 @pytest.fixture(scope="module")

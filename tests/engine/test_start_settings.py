@@ -19,6 +19,7 @@ from paceline.config import (
 from paceline.rollout import arguments
 from paceline.rollout.arguments import engine_args
 from paceline.rollout.speculation import graph_plan, own_settings, speculative_config
+from paceline.types import PacelineError
 
 
 def history(tmp_path: Path, name: str) -> SpeculationConfig:
@@ -41,6 +42,14 @@ def test_second_start_finds_what_the_first_one_compiled(policy_path: Path, tmp_p
     assert compile_hash(policy_path, config, selector, 0, "first.jsonl") == first
     other = config.model_copy(update={"dtype": "float32"})
     assert compile_hash(policy_path, other, history(tmp_path, "a"), 0, "first.jsonl") != first
+
+
+def test_fp8_weights_are_refused_on_a_cpu_without_amx(policy_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would end in its worker, after half a minute, with a stack trace about kernels."""
+    monkeypatch.setattr(arguments, "has_amx", lambda: False)
+    with pytest.raises(PacelineError, match=r"rollout\.engine\.weights: got 'fp8' on a CPU without AMX"):
+        engine_args(policy_path, EngineConfig(weights="fp8"), 0)
+    engine_args(policy_path, EngineConfig(), 0)
 
 
 def test_scheduler_and_proposer_get_their_settings_either_way(tmp_path: Path) -> None:

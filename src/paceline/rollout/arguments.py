@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.fp8 import ROUTERS
+from paceline.rollout.internals.amx import has_amx
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.sampler import refuse_lossy
 from paceline.rollout.speculation import (
@@ -20,7 +21,7 @@ from paceline.rollout.speculation import (
     scheduler_settings,
     speculative_config,
 )
-from paceline.types import RolloutRequest
+from paceline.types import PacelineError, RolloutRequest
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -35,6 +36,8 @@ def engine_args(
 
     cpu, fp8 = on_cpu(), config.weights == "fp8"
     compiles = config.compiles(gpu=not cpu)
+    if cpu and not has_amx():
+        _refuse_fp8_weights(config, speculation)
     args = AsyncEngineArgs(
         model=str(model_path),
         skip_tokenizer_init=True,  # token ids in, token ids out
@@ -76,6 +79,20 @@ def engine_args(
         args.additional_config = cast("Any", Unhashed(scheduler_settings(speculation, plan)))
         args.per_request_spec_decode_metrics = "summary"
     return args
+
+
+def _refuse_fp8_weights(config: EngineConfig, speculation: SpeculationConfig | None) -> None:
+    drafter = None if speculation is None else speculation.drafter
+    asked = {
+        "rollout.engine.weights": config.weights,
+        "speculation.drafter.weights": getattr(drafter, "weights", "full"),
+    }
+    for key, weights in asked.items():
+        if weights == "fp8":
+            raise PacelineError(
+                f"{key}: got 'fp8' on a CPU without AMX; must be 'full' because vLLM's FP8 kernels for CPUs need AMX "
+                "(Sapphire Rapids or newer)"
+            )
 
 
 def sampling_params(request: RolloutRequest, stop_token_ids: Sequence[int]) -> SamplingParams:

@@ -11,10 +11,15 @@ without it.
 from __future__ import annotations
 
 
+def has_amx() -> bool:
+    """Whether the CPU has AMX, which vLLM's FP8 kernels for CPUs need."""
+    import torch
+
+    return torch.cpu._is_amx_tile_supported()
+
+
 def initialise_amx() -> bool:
     """Ask the kernel for AMX state where the CPU has it; True when AMX is usable in this process."""
     import torch
 
-    if not torch.cpu._is_amx_tile_supported():
-        return False
-    return torch.cpu._init_amx()
+    return has_amx() and torch.cpu._init_amx()
