@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,11 +37,12 @@ def started(
     *,
     async_scheduling: bool,
     config: EngineConfig = V2_CONFIG,
+    adjust: Callable[[Any], None] | None = None,
 ) -> Iterator[DrivenEngine]:
     """Start an engine on V2 for as long as the iterator lives; for fixtures."""
     with asyncio.Runner() as runner:
         with v2_runner(os.environ, async_scheduling=async_scheduling):
-            engine = runner.run(VllmEngine.start("v2", path, config, seed=0, speculation=speculation))
+            engine = runner.run(VllmEngine.start("v2", path, config, seed=0, speculation=speculation, adjust=adjust))
         try:
             yield DrivenEngine(engine, runner, path)
         finally:

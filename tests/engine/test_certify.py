@@ -12,7 +12,8 @@ import pytest
 from contexts import make_context
 from paceline.certify.certificate import write_certificate
 from paceline.certify.engines import certify
-from paceline.certify.lossless import DEVIATIONS, Sampler, SamplerCell, SamplerFault, examine, plant
+from paceline.certify.faults import SamplerFault, plant
+from paceline.certify.lossless import DEVIATIONS, Sampler, SamplerCell, examine
 from paceline.certify.subject import QUICK as EFFORT
 from paceline.config import Config
 from paceline.rollout.internals import rejection_sampler as sampler

@@ -171,6 +171,35 @@ def test_runners_have_the_parts_that_model_runner_py_reads() -> None:
         assert [name for name in names if name not in source] == [], f"model_runner.py: {file} has other names"
 
 
+def test_v2s_rejection_sampler_takes_our_tensors() -> None:
+    """As text too. A parameter that moved would verify with another tensor, and say so at best by a wrong shape."""
+    import ast
+
+    import vllm.v1.worker.gpu as package
+
+    def names(file: str, function: str) -> list[str]:
+        tree = ast.parse((Path(package.__path__[0]) / file).read_text(encoding="utf-8"))
+        (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+        return [argument.arg for argument in found.args.args]
+
+    assert names("spec_decode/rejection_sampler_utils.py", "rejection_sample")[:11] == [
+        "target_logits",
+        "draft_logits",
+        "draft_sampled",
+        "cu_num_logits",
+        "pos",
+        "idx_mapping",
+        "expanded_idx_mapping",
+        "expanded_local_pos",
+        "temperature",
+        "seed",
+        "num_speculative_steps",
+    ]
+    drawn = ["logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature", "is_drafting"]
+    assert names("sample/gumbel.py", "gumbel_sample")[:9] == [*drawn, "logits_cache", "logits_cache_col"]
+    assert names("sample/gumbel.py", "apply_temperature") == ["logits", "expanded_idx_mapping", "temperature"]
+
+
 def test_shared_weights_are_found_by_identity() -> None:
     from paceline.rollout.internals.drafter_model import shared_with_policy
 

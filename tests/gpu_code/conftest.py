@@ -23,6 +23,7 @@ except RuntimeError as error:
 
 from driven_engine import DrivenEngine, started  # noqa: E402  imports Triton
 from paceline.config import SpeculationConfig  # noqa: E402
+from paceline.lab.engines.sampler_faults import V2SamplerFault  # noqa: E402
 from random_policy import make_drafter, make_policy  # noqa: E402
 
 FEW_TOKENS = 16
@@ -82,7 +83,8 @@ def ngram(policy_path: Path) -> Iterator[DrivenEngine]:
 
 @pytest.fixture(scope="module")
 def eagle(policy_path: Path, drafter_path: Path) -> Iterator[DrivenEngine]:
-    """EAGLE-3 with a random draft length at every step, scheduled asynchronously."""
+    """EAGLE-3 with a random draft length at every step, scheduled asynchronously; faults can be planted in its
+    sampler."""
     speculation = SpeculationConfig.model_validate(
         {
             "drafter": {"kind": "eagle3", "path": str(drafter_path)},
@@ -90,4 +92,4 @@ def eagle(policy_path: Path, drafter_path: Path) -> Iterator[DrivenEngine]:
             "selector": {"kind": "beg_mab", "epsilon": 1.0},
         }
     )
-    yield from started(policy_path, speculation, async_scheduling=True)
+    yield from started(policy_path, speculation, async_scheduling=True, adjust=V2SamplerFault("accept").adjust)

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from driven_engine import DrivenEngine, furthest, reference
+from paceline.certify.faults import SamplerFault
 from paceline.certify.lossless import surprise, two_sample
 from paceline.drafters.rounds import drafter_weights
+from paceline.lab.engines.sampler_faults import V2SamplerFault
 from paceline.types import Rollout, Tokens
 from paceline.weights.shared_memory import ShmSender
 
@@ -61,6 +64,19 @@ def test_changing_draft_lengths_leave_the_distribution_as_it_is(eagle: DrivenEng
         assert abs(surprise([row.logp for row in exact], [row.entropy for row in exact])) < 5
     found = two_sample([padded(drafting)], [padded(plain)], num_shuffles=19_999)
     assert found.p_value > FALSE_POSITIVE_RATE, found
+
+
+@pytest.mark.parametrize("fault", ["temperature", "accept"])
+def test_fault_planted_in_the_running_sampler_is_found(eagle: DrivenEngine, fault: SamplerFault) -> None:
+    """The sampler by itself may be right while the runner hands it the wrong tensors: what an engine says must be
+    enough to find that. The z-score of the test above, which the engine passes as it comes."""
+    eagle.run(V2SamplerFault(fault).plant(eagle.engine))
+    try:
+        rollouts = eagle.sample([PROMPT] * NUM_ROLLOUTS, max_tokens=MAX_TOKENS)
+    finally:
+        eagle.rpc("plant_sampler_fault", None)
+    exact = reference(eagle.path, eagle.weights(), rollouts)
+    assert abs(surprise([row.logp for row in exact], [row.entropy for row in exact])) > 5
 
 
 def test_pushed_drafter_is_held_and_leaves_the_policy_alone(eagle: DrivenEngine, drafter_path: Path) -> None:

@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.certify.faults import SAMPLER_FAULTS, SamplerFault, plant
 from paceline.certify.fp32 import first_difference
 from paceline.certify.lossless import (
     DEVIATIONS,
-    SAMPLER_FAULTS,
     Drafts,
     SamplerCell,
-    SamplerFault,
     chi_square,
     examine,
-    plant,
     reference_draft,
     reference_sample,
     surprise,
@@ -39,7 +37,7 @@ def quick_sample(step: Verification) -> torch.Tensor:
     """reference_sample for many rows at once."""
     num_rows, num_drafts = step.draft_ids_BK.shape
     p_BLV = (step.logits_BLV / step.temperature_B[:, None, None]).softmax(-1)
-    q_BKV = step.draft_probs_BKV
+    q_BKV = step.proposal_BKV
     if q_BKV is None:
         q_BKV = torch.nn.functional.one_hot(step.draft_ids_BK, p_BLV.shape[-1]).float()
     at_BK1 = step.draft_ids_BK[..., None]
@@ -106,11 +104,11 @@ def test_the_readable_sampler_is_right_and_the_quick_one_agrees() -> None:
     ids_BK, probs_BKV = reference_draft(draft_BKV, temperature_B)
     step = Verification(
         draft_ids_BK=ids_BK,
-        draft_probs_BKV=probs_BKV,
+        proposal_BKV=probs_BKV,
         logits_BLV=logits_LV.expand(num_rows, -1, -1),
         temperature_B=temperature_B,
     )
-    for given in (step, replace(step, draft_probs_BKV=None, draft_ids_BK=torch.ones_like(ids_BK))):
+    for given in (step, replace(step, proposal_BKV=None, draft_ids_BK=torch.ones_like(ids_BK))):
         for sampler in (reference_sample, quick_sample):
             ids_BL = sampler(given).numpy()
             for which, temperature in enumerate((0.6, 1.0)):

@@ -7,7 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.certify.lossless import DEVIATIONS, KINDS, LENGTHS, LOGP_FAULT, SAMPLER_FAULTS
+from paceline.certify.faults import LOGP_FAULT, SAMPLER_FAULTS
+from paceline.certify.lossless import DEVIATIONS, KINDS, LENGTHS
 from paceline.measure import Result
 from paceline.report.page import (
     BLUE,

@@ -21,17 +21,15 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 
+from paceline.certify.faults import LOGP_FAULT, SamplerFault, plant
 from paceline.certify.fp32 import learner_part
 from paceline.certify.lossless import (
     DEVIATIONS,
     FALSE_POSITIVE_RATE,
-    LOGP_FAULT,
     NUM_CELLS,
     VERDICT_NUMBER,
     SamplerCell,
-    SamplerFault,
     examine,
-    plant,
     two_sample,
     verdict,
 )
@@ -58,7 +56,7 @@ def certify(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> Result:
-    """All parts, or with a planted `fault` (`lossless.SAMPLER_FAULTS`, `lossless.LOGP_FAULT`) the part that it is
+    """All parts, or with a planted `fault` (`faults.SAMPLER_FAULTS`, `faults.LOGP_FAULT`) the part that it is
     planted in."""
     effort = effort or Effort()
     if fault is not None and fault not in (*get_args(SamplerFault), LOGP_FAULT):

@@ -42,6 +42,11 @@ def learner_part(found: Findings, subject: Subject, effort: Effort, context: Con
         generate(subject, config, [*sampled, *greedy], speculate=True, seed=2 * subject.seed + 3)
     )
     rollouts = [rollout for rollout in speaking if rollout.group_id < _GREEDY]
+    plain: list[Rollout] = []
+    if not shift_logp:
+        context.progress(f"fp32: {len(greedy)} greedy rollouts without speculation")
+        plain, _ = asyncio.run(generate(subject, config, greedy, speculate=False, seed=2 * subject.seed + 3))
+    # Only now: one GPU may have no room for an engine and the learner at a time.
     learner = FsdpLearner(
         subject.model_path,
         LearnerConfig(dtype="float32", microbatch_tokens=4096),
@@ -52,8 +57,6 @@ def learner_part(found: Findings, subject: Subject, effort: Effort, context: Con
         context.progress(f"fp32: scoring {sum(len(rollout.token_ids) for rollout in rollouts)} tokens with the learner")
         _score(found, learner, rollouts, steps, shift_logp=shift_logp)
         if not shift_logp:
-            context.progress(f"fp32: {len(greedy)} greedy rollouts without speculation")
-            plain, _ = asyncio.run(generate(subject, config, greedy, speculate=False, seed=2 * subject.seed + 3))
             _greedy(found, learner, [r for r in speaking if r.group_id >= _GREEDY], plain, temperature)
     finally:
         learner.close()

@@ -1,4 +1,4 @@
-"""Tests of whether speculation leaves the distribution unchanged, a reference sampler, and faults to plant.
+"""Tests of whether speculation leaves the distribution unchanged, and a reference sampler.
 
 Speculative sampling (Leviathan et al. 2022, arXiv 2211.17192) draws x from the drafter's q and keeps it with
 probability min(1, p(x) / q(x)); otherwise it draws from the residual max(p - q, 0), normalised by its sum, which is the
@@ -25,7 +25,7 @@ one:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -38,17 +38,9 @@ from paceline.types import Floats, Tokens
 Sampler = Callable[[Verification], torch.Tensor]
 Drafter = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Drafts = Literal["one-hot", "model-like", "adversarial"]
-SamplerFault = Literal["residual", "temperature", "stale", "accept"]
 Counts = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 
-SAMPLER_FAULTS: dict[SamplerFault, str] = {
-    "residual": "the token after a rejection is drawn from p instead of the residual max(p - q, 0)",
-    "temperature": "the temperature of each request is forgotten",
-    "stale": "draft probabilities of another position are used",
-    "accept": "2 % of the rejected draft tokens are accepted all the same",
-}
-LOGP_FAULT = "logp-shift"
 DEVIATIONS = 10.0
 """Limit of a chi-square, in its standard deviations above its mean."""
 SURPRISE_LIMIT = 5.0
@@ -59,10 +51,10 @@ KINDS: tuple[Drafts, ...] = ("one-hot", "model-like", "adversarial")
 LENGTHS = (1, 3, 5)
 _TEMPERATURES = (0.6, 1.0)
 NUM_CELLS = len(KINDS) * len(_TEMPERATURES) * sum(length + 1 for length in LENGTHS)
-_VOCABULARY = 1024
 _FEWEST_EXPECTED = 20.0
 _FEWEST_DEGREES = 3  # with fewer, a chi-square is so skewed that ten deviations are not rare enough
-_CHUNK = 1000
+_CHUNK = 500
+"""Rows of each temperature in one call of a sampler."""
 
 # Dimensions: B rows, K drafts, L = K + 1 positions, V vocabulary; N samples, T tokens, F counted events, M shuffles.
 
@@ -76,11 +68,11 @@ def reference_sample(step: Verification) -> torch.Tensor:
         for position in range(num_drafts):
             token = int(step.draft_ids_BK[row, position])
             p_V = p_LV[position]
-            if step.draft_probs_BKV is None:
+            if step.proposal_BKV is None:
                 q_V = torch.zeros_like(p_V)
                 q_V[token] = 1.0
             else:
-                q_V = step.draft_probs_BKV[row, position]
+                q_V = step.proposal_BKV[row, position]
             if torch.rand(()) * q_V[token] < p_V[token]:
                 out_BL[row, position] = token
                 continue
@@ -95,40 +87,6 @@ def reference_draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tu
     """Draft tokens and what they were drawn from."""
     probs_BKV = (logits_BKV.float() / temperature_B[:, None, None]).softmax(-1)
     return probs_BKV.flatten(0, 1).multinomial(1).view(probs_BKV.shape[:2]), probs_BKV
-
-
-def plant(sampler: Sampler, fault: SamplerFault) -> Sampler:
-    """The same sampler with a fault in front of it or behind it."""
-
-    def faulty(step: Verification) -> torch.Tensor:
-        match fault:
-            case "temperature":
-                return sampler(replace(step, temperature_B=torch.ones_like(step.temperature_B)))
-            case "stale":
-                probs_BKV = step.draft_probs_BKV
-                return sampler(replace(step, draft_probs_BKV=None if probs_BKV is None else probs_BKV.roll(1, dims=1)))
-            case "residual":
-                ids_BL = sampler(step)
-                row_R, position_R = _recovered(ids_BL)
-                scaled_RV = step.logits_BLV[row_R, position_R].float() / step.temperature_B[row_R, None]
-                ids_BL[row_R, position_R] = scaled_RV.softmax(-1).multinomial(1).squeeze(-1).to(ids_BL.dtype)
-                return ids_BL
-            case "accept":
-                ids_BL = sampler(step)
-                row_R, position_R = _recovered(ids_BL)
-                chosen_R = torch.rand(len(row_R)) < 0.02
-                row_R, position_R = row_R[chosen_R], position_R[chosen_R]
-                ids_BL[row_R, position_R] = step.draft_ids_BK[row_R, position_R].to(ids_BL.dtype)
-                return ids_BL
-
-    return faulty
-
-
-def _recovered(ids_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a rejected draft was replaced: the last token of every row that did not come to its bonus token."""
-    emitted_B = (ids_BL >= 0).sum(1)
-    row_R = (emitted_B < ids_BL.shape[1]).nonzero().squeeze(1)
-    return row_R, emitted_B[row_R] - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +112,7 @@ def examine(
     drafter: Drafter,
     *,
     num_rows: int = 20_000,
+    vocabulary: int = 1024,
     seed: int = 0,
     kinds: Sequence[Drafts] = KINDS,
     lengths: Sequence[int] = LENGTHS,
@@ -163,21 +122,22 @@ def examine(
 
     A position that too few rows come to is left out.
     """
+    rows = min(num_rows, _CHUNK)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for drafts in kinds:
             for length in lengths:
-                target_LV, draft_KV = _distributions(drafts, length, generator)
-                counts_CLV = np.zeros((len(_TEMPERATURES), length + 1, _VOCABULARY), np.int64)
-                for _ in range(0, len(_TEMPERATURES) * num_rows, _CHUNK):
-                    temperature_B = torch.tensor(_TEMPERATURES).repeat(_CHUNK // len(_TEMPERATURES))
+                target_LV, draft_KV = _distributions(drafts, length, vocabulary, generator)
+                counts_CLV = np.zeros((len(_TEMPERATURES), length + 1, vocabulary), np.int64)
+                for _ in range(0, num_rows, rows):
+                    temperature_B = torch.tensor(_TEMPERATURES).repeat(rows)
                     step = _step(drafts, target_LV, draft_KV, temperature_B, drafter)
                     ids_BL = sampler(step).numpy()
                     for which in range(len(_TEMPERATURES)):
                         for position in range(length + 1):
                             ids_B = ids_BL[which :: len(_TEMPERATURES), position]
-                            counts_CLV[which, position] += np.bincount(ids_B[ids_B >= 0], minlength=_VOCABULARY)
+                            counts_CLV[which, position] += np.bincount(ids_B[ids_B >= 0], minlength=vocabulary)
                 for which, temperature in enumerate(_TEMPERATURES):
                     p_LV = target_LV.double().softmax(-1).numpy()
                     for position, (counts_V, p_V) in enumerate(zip(counts_CLV[which], p_LV, strict=True)):
@@ -195,12 +155,14 @@ def examine(
                         )
 
 
-def _distributions(drafts: Drafts, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def _distributions(
+    drafts: Drafts, length: int, vocabulary: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities, but for a constant, of the policy and of the drafter: Zipf's law, shuffled at each position.
 
     An adversarial drafter puts a third of its mass on a token that the policy seldom says and none on the one that it
     says most."""
-    rank_LV = torch.stack([torch.randperm(_VOCABULARY, generator=generator) for _ in range(length + 1)])
+    rank_LV = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(length + 1)])
     rank_KV = rank_LV[:-1]
     target_LV = -0.8 * (rank_LV + 1.0).log()
     match drafts:
@@ -210,9 +172,10 @@ def _distributions(drafts: Drafts, length: int, generator: torch.Generator) -> t
             )  # likely enough that the later positions are reached
             draft_KV = target_LV[:-1]
         case "model-like":
-            draft_KV = target_LV[:-1] + 0.6 * torch.randn((length, _VOCABULARY), generator=generator)
+            draft_KV = target_LV[:-1] + 0.6 * torch.randn((length, vocabulary), generator=generator)
         case "adversarial":
-            draft_KV = (target_LV[:-1] + 5.5 * (rank_KV == 100)).masked_fill(rank_KV == 0, -100.0)
+            third = (target_LV[0].exp().sum() / 2).log()
+            draft_KV = target_LV[:-1].masked_fill(rank_KV == vocabulary // 10, third).masked_fill(rank_KV == 0, -100.0)
     return target_LV, draft_KV
 
 
@@ -226,11 +189,11 @@ def _step(
     """
     scale_B = temperature_B[:, None, None]
     if drafts == "one-hot":
-        ids_BK, probs_BKV = draft_KV.argmax(-1).expand(len(temperature_B), -1), None
+        ids_BK, proposal_BKV = draft_KV.argmax(-1).expand(len(temperature_B), -1), None
     else:
-        ids_BK, probs_BKV = drafter((scale_B * draft_KV).to(torch.bfloat16), temperature_B)
+        ids_BK, proposal_BKV = drafter((scale_B * draft_KV).to(torch.bfloat16), temperature_B)
     return Verification(
-        draft_ids_BK=ids_BK, draft_probs_BKV=probs_BKV, logits_BLV=scale_B * target_LV, temperature_B=temperature_B
+        draft_ids_BK=ids_BK, proposal_BKV=proposal_BKV, logits_BLV=scale_B * target_LV, temperature_B=temperature_B
     )
 
 

@@ -1,4 +1,4 @@
-"""vLLM's own rejection sampler, called on tensors that the caller chose.
+"""The rejection sampler of vLLM's V1 runner, called on tensors that the caller chose.
 
 An engine hides its sampler behind a model, so that what it draws from is never exactly known. Here the target and the
 draft are given, and the sampler is the one that the engine runs: `RejectionSampler.forward`, with the expansion of
@@ -34,9 +34,9 @@ class Verification:
     """One verification step."""
 
     draft_ids_BK: torch.Tensor
-    draft_probs_BKV: torch.Tensor | None
-    """What the drafts were drawn from; None for drafts without a distribution (n-gram, greedy), which count as
-    one-hot."""
+    proposal_BKV: torch.Tensor | None
+    """What the drafts were drawn from, as the sampler keeps it: V1 probabilities, V2 logits before temperature. None
+    for drafts without a distribution (n-gram, greedy), which count as one-hot."""
     logits_BLV: torch.Tensor
     """Logits of the policy, before temperature."""
     temperature_B: torch.Tensor
@@ -61,7 +61,7 @@ def rejection_sample(step: Verification) -> torch.Tensor:
         bonus_logits_indices=row_BL[:, -1].contiguous(),
         logits_indices=row_BL.view(-1),
     )
-    probs_BKV = step.draft_probs_BKV
+    probs_BKV = step.proposal_BKV
     sampler = RejectionSampler(Sampler(logprobs_mode="processed_logprobs"))
     output = sampler(
         metadata,
