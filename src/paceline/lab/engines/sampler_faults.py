@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from paceline.rollout.engine import VllmEngine
 
-_ACCEPTED = 0.5
+_ACCEPTED = 1.0
 """Share of the rejected drafts that the fault `accept` lets pass."""
-_HEAT = 2.0
+_HEAT = 3.0
 """How many times too hot the fault `temperature` samples: forgetting a temperature of 1 would change nothing."""
 
 
