@@ -1,7 +1,7 @@
 """Faults planted in the rejection sampler of a running V2 engine, to see whether certify finds them in what it says.
 
 They are the faults of `certify.faults.SAMPLER_FAULTS`, where V2's runner calls its sampler in the worker. An engine
-shows less than the sampler by itself does: a fault here is as large as what a short comparison of two engines can see.
+shows less than the sampler by itself does, so faults here are larger: `accept` lets every rejected draft pass.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from paceline.rollout.engine import VllmEngine
 
-_ACCEPTED = 1.0
-"""Share of the rejected drafts that the fault `accept` lets pass."""
 _HEAT = 3.0
 """How many times too hot the fault `temperature` samples: forgetting a temperature of 1 would change nothing."""
 
@@ -73,8 +71,7 @@ def _faulty(stock: Callable[..., Any], fault: SamplerFault) -> Callable[..., Any
                 new_R = logits_NV[rejected_R].float().softmax(-1).multinomial(1)[:, 0]
             else:
                 draft_R = token_N[rejected_R + 1].long()
-                passed_R = (torch.rand(len(row_R), device=draft_R.device) < _ACCEPTED) & (draft_R >= 0)
-                new_R = torch.where(passed_R, draft_R, ids_BL[row_R, column_R])
+                new_R = torch.where(draft_R >= 0, draft_R, ids_BL[row_R, column_R])
             ids_BL[row_R, column_R] = new_R
         return ids_BL, num_sampled_B
 
