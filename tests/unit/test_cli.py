@@ -10,15 +10,16 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paceline import cli
 from paceline.cli import bench, common, report
-from paceline.config import HubData
+from paceline.config import EngineConfig, HubData
 from paceline.context import CancelledError, Context
 from paceline.orchestrator.task import load_task
 from paceline.plan.request import Request
-from paceline.types import PacelineError
+from paceline.types import PacelineError, Prompt
 
 
 @pytest.fixture(autouse=True)
@@ -151,3 +152,21 @@ def test_plan_writes_its_answer(tmp_path: Path, capsys) -> None:
     assert cli.main([*command, "--json", str(tmp_path / "plan.json")]) == 0
     assert "speculation" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["figures"]
+
+
+def test_certify_logp_starts_the_engine_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine with settings of its own making would pass for the user's: a certificate of something else."""
+    from paceline.cli import certify
+    from paceline.rollout.engine import VllmEngine
+
+    async def refuse(name: str, model_path: Path, config: EngineConfig, **rest: object) -> VllmEngine:
+        raise PacelineError(f"{config.dtype} {config.tensor_parallel_size} {config.max_num_seqs} {config.weights}")
+
+    prompt = Prompt(id="p", text="", token_ids=np.arange(4, dtype=np.int32), row={})
+    monkeypatch.setattr(certify, "_policy_and_prompts", lambda *_: (tmp_path, [prompt]))
+    monkeypatch.setattr(VllmEngine, "start", refuse)
+    settings = [f"rollout.engine.{setting}" for setting in ("tensor_parallel_size=2", "max_num_seqs=7", "weights=fp8")]
+    assert cli.main(["certify", "logp", *settings]) == 2
+    assert "float32 2 7 full" in capsys.readouterr().err

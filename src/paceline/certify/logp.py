@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
+from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, RolloutConfig
 from paceline.context import Context
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.objective import Mismatch, mismatch
@@ -30,22 +30,22 @@ Dtype = Literal["float32", "bfloat16"]
 def certify(
     model_path: Path,
     prompts: Sequence[Prompt],
+    config: RolloutConfig,
     *,
     context: Context,
     min_tokens: int = 2000,
-    temperature: float = 1.0,
-    max_tokens: int = 640,
     seed: int = 0,
 ) -> Result:
-    """Both precisions; at least `min_tokens` sampled tokens each."""
-    room = max(128, *(len(prompt.token_ids) for prompt in prompts))
+    """The config's engine in both precisions; at least `min_tokens` sampled tokens each. FP8 is an option of the BF16
+    engine only."""
+    temperature = config.temperature
     figures: dict[str, float] = {}
     details: dict[str, object] = {"model": model_path.name, "temperature": temperature}
-    arms: tuple[tuple[Dtype, str], ...] = (("float32", "fp32"), ("bfloat16", "bf16"))
-    for dtype, short in arms:
-        config = EngineConfig(dtype=dtype, kv_cache_gb=0.5, max_model_len=max_tokens + room)
+    engines: dict[Dtype, EngineConfig] = {"float32": config.engine.in_full_precision, "bfloat16": config.engine}
+    for (dtype, engine), short in zip(engines.items(), ("fp32", "bf16"), strict=True):
+        arm = config.model_copy(update={"engine": engine.model_copy(update={"dtype": dtype})})
         context.progress(f"{short}: sampling with a {dtype} engine")
-        rollouts = asyncio.run(_sample(model_path, prompts, config, min_tokens, temperature, max_tokens, seed))
+        rollouts = asyncio.run(_sample(model_path, prompts, arm, min_tokens, seed))
         samples = [Sample.of(rollout, 0.0) for rollout in rollouts]
         context.progress(f"{short}: scoring {sum(len(r.token_ids) for r in rollouts)} tokens with the learner")
         # The engine is compared with the learner as a run has it: FP32. The floor is the learner's in the engine's
@@ -61,7 +61,7 @@ def certify(
         figures=figures,
         spread=dict.fromkeys(figures, 0.0),
         goals={"fp32_max_abs": ("<=", 1e-4), "bf16_k3": ("<=", 1e-3)},
-        environment=environment(seeds=[seed]),
+        environment=environment(seeds=[seed], config=config.model_dump(mode="json")),
         details=details,
     )
 
@@ -69,15 +69,13 @@ def certify(
 async def _sample(
     model_path: Path,
     prompts: Sequence[Prompt],
-    config: EngineConfig,
+    config: RolloutConfig,
     min_tokens: int,
-    temperature: float,
-    max_tokens: int,
     seed: int,
 ) -> list[Rollout]:
     """Sample prompt after prompt, a few at a time, until there are enough tokens."""
     cpus = sorted(os.sched_getaffinity(0))
-    engine = await VllmEngine.start("certify", model_path, config, seed=seed, cpus=cpus)
+    engine = await VllmEngine.start("certify", model_path, config.engine, seed=seed, cpus=cpus)
     try:
         rollouts: list[Rollout] = []
         for first in range(0, len(prompts), 16):
@@ -86,8 +84,8 @@ async def _sample(
                     group_id=first + i,
                     index=0,
                     prompt_ids=prompt.token_ids,
-                    max_tokens=max_tokens,
-                    temperature=temperature,
+                    max_tokens=config.max_tokens,
+                    temperature=config.temperature,
                 )
                 for i, prompt in enumerate(prompts[first : first + 16])
             ]

@@ -136,12 +136,7 @@ def _certify_logp(options: argparse.Namespace, context: Context) -> int:
     config = load_config(file, overrides)
     model_path, prompts = _policy_and_prompts(config, 256, context)
     result = certify(
-        model_path,
-        prompts,
-        context=context,
-        min_tokens=options.tokens,
-        temperature=config.rollout.temperature,
-        max_tokens=config.rollout.max_tokens,
+        model_path, prompts, config.rollout, context=context, min_tokens=options.tokens, seed=config.run.seed
     )
     return publish(result, options)
 
