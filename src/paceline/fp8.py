@@ -6,8 +6,9 @@ Weights. vLLM's `fp8_per_block` quantises as it loads. For each block of 128 x 1
 
 where E4M3 rounds to the nearest of 256 codes (4 bits of exponent, 3 of mantissa, largest value 448), ties to even. That
 it multiplies by a reciprocal is part of the definition: a division would round some weights to the neighbouring code.
-`quantise_blocks` gives the same bits, so that fingerprints of both can be compared. A layer is quantised as the engine
-holds it, and engines stack projections that read the same input; a block may then reach from one into the next.
+`quantise_blocks` gives the same bits, so that fingerprints of both can be compared. A layer is quantised as a worker of
+the engine holds it: engines stack projections that read the same input, and a block may then reach from one into the
+next; tensor-parallel workers split a layer first, and the blocks of each begin where its own part begins (`Sharding`).
 Embeddings, norms, biases, the output head and the routers of mixtures of experts are left alone.
 
 KV cache. Keys and values are stored as E4M3(x / scale) with one scale for the keys of a layer and one for its values.
@@ -41,6 +42,8 @@ STACKED: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Projections of a checkpoint that engines hold as one layer, by that layer's name."""
+SPLIT_BY_INPUT = ("o_proj", "down_proj")
+"""Projections of which a tensor-parallel worker holds some columns; of the stacked ones it holds some rows."""
 ROUTERS = ("gate", "shared_expert_gate", "router")
 """Names of layers that choose experts. A router in FP8 sends tokens to other experts than the learner's does."""
 
@@ -84,30 +87,71 @@ def quantise_activations(x_TK: torch.Tensor) -> Quantised:
     return Quantised(_to_e4m3(groups_TGK / scale_TG[..., None]).flatten(1), scale_TG)
 
 
-class LayerStacker:
-    """Takes the tensors of a checkpoint one by one; gives out the matrices that an engine quantises, stacked as it
-    stacks them."""
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How the tensor-parallel workers of an engine split a policy's projections.
 
-    def __init__(self) -> None:
+    Queries are split by heads, and so are keys and values; where there are fewer of these heads than workers, several
+    workers hold the same one:
+
+        q_proj             rows of some query heads          gate_proj, up_proj   some rows
+        k_proj, v_proj     rows of some key-value heads      o_proj, down_proj    some columns
+    """
+
+    num_workers: int = 1
+    num_kv_heads: int = 1
+    """Key-value heads of the policy; of no matter with one worker."""
+
+    def part(self, projection: str, weight_NK: torch.Tensor, rank: int) -> torch.Tensor:
+        """What the worker of this rank holds of a projection, named as in a checkpoint (`o_proj`)."""
+        if self.num_workers == 1:
+            return weight_NK
+        if projection in SPLIT_BY_INPUT:
+            return weight_NK.chunk(self.num_workers, 1)[rank]
+        if projection in ("k_proj", "v_proj"):
+            num_parts = min(self.num_workers, self.num_kv_heads)
+            return weight_NK.chunk(num_parts)[rank * num_parts // self.num_workers]
+        if any(projection in parts for parts in STACKED.values()):
+            return weight_NK.chunk(self.num_workers)[rank]
+        raise ValueError(
+            f"{projection}: got a layer in FP8 with {self.num_workers} tensor-parallel workers; must be one of "
+            f"{', '.join((*sum(STACKED.values(), ()), *SPLIT_BY_INPUT))}, because it is not known here how workers "
+            "split others; set rollout.engine.tensor_parallel_size=1 or rollout.engine.weights=full"
+        )
+
+
+WHOLE = Sharding()
+"""Sharding of an engine with one worker."""
+
+
+class LayerStacker:
+    """Takes the tensors of a checkpoint one by one; gives out the matrices that each worker of an engine quantises,
+    stacked as it stacks them."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
 
-    def add(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """The layer that this tensor completes, under the engine's name, with its weight in the precision that is
-        quantised."""
+    def add(self, name: str, tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]] | None:
+        """The layer that this tensor completes, under the engine's name, with the weight of each worker in the
+        precision that is quantised."""
         module, _, kind = name.rpartition(".")
         parent, _, leaf = module.rpartition(".")
         if kind != "weight" or tensor.dim() != 2 or ".layers." not in name or leaf in ROUTERS:
             return None
         tensor = tensor.to(torch.bfloat16)
         stacked = next((stack for stack, parts in STACKED.items() if leaf in parts), None)
+        ranks = range(self._sharding.num_workers)
         if stacked is None:
-            return module, tensor
+            return module, [self._sharding.part(leaf, tensor, rank) for rank in ranks]
         held = self._waiting.setdefault(f"{parent}.{stacked}", {})
         held[leaf] = tensor
         if len(held) < len(STACKED[stacked]):
             return None
         del self._waiting[f"{parent}.{stacked}"]
-        return f"{parent}.{stacked}", torch.cat([held[part] for part in STACKED[stacked]])
+        return f"{parent}.{stacked}", [
+            torch.cat([self._sharding.part(part, held[part], rank) for part in STACKED[stacked]]) for rank in ranks
+        ]
 
 
 # KV cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.config import EngineConfig
-from paceline.fp8 import KvScales
+from paceline.fp8 import KvScales, Sharding
 from paceline.lab.engines.faults import allow_faults
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.amx import has_amx
@@ -89,7 +90,8 @@ def test_quantised_tensors_are_the_reference_bit_for_bit_after_every_push(wire: 
     """A stale scale, a layer that was left in BF16 or a packed copy of the old weights would differ."""
     for version in (1, 2, 3):
         push = wire.stage(version, seed=version)
-        assert {name.split(".", 3)[3] for name in push.quantised} == {
+        (quantised,) = push.quantised
+        assert {name.split(".", 3)[3] for name in quantised} == {
             f"{layer}.weight.{part}" for layer in QUANTISED for part in ("fp8", "scale")
         }
         receipt = wire.deliver(push)
@@ -99,17 +101,17 @@ def test_quantised_tensors_are_the_reference_bit_for_bit_after_every_push(wire: 
 
 def test_other_weights_have_other_fingerprints_in_every_tensor(wire: Wire) -> None:
     """Otherwise equality would say nothing."""
-    first, second = wire.stage(1, seed=1), wire.stage(1, seed=2)
-    assert mismatched(first.quantised, second.quantised) == tuple(sorted(first.quantised))
+    (first,), (second,) = wire.stage(1, seed=1).quantised, wire.stage(1, seed=2).quantised
+    assert mismatched(first, second) == tuple(sorted(first))
 
 
 @pytest.mark.parametrize("part", ["fp8", "scale"])
 def test_one_tensor_that_is_not_the_reference_is_in_the_receipt(wire: Wire, part: str) -> None:
     """As after a sync that left one tensor stale: what the engine holds is not what the sender's reference made."""
     name = f"model.layers.1.mlp.down_proj.weight.{part}"
+    (stale,) = wire.stage(5, seed=6).quantised
     push = wire.stage(5, seed=5)
-    stale = wire.stage(5, seed=6).quantised[name]
-    push = replace(wire.stage(5, seed=5), quantised=dict(push.quantised) | {name: stale})
+    push = replace(push, quantised=(dict(push.quantised[0]) | {name: stale[name]},))
     receipt = wire.deliver(push)
     assert (receipt.mismatched, receipt.ok, receipt.lost) == ((name,), False, True)
     wire.run(wire.engine.resume())
@@ -166,3 +168,31 @@ def test_stale_and_missing_scales_are_refused_and_leave_no_trace(wire: Wire) -> 
         assert receipt.error.startswith(why)
         assert not receipt.lost
     assert (wire.logp(), wire.held()) == (before, held)
+
+
+def test_every_worker_of_a_tensor_parallel_engine_holds_the_reference_of_its_shard(
+    runner: asyncio.Runner, wire: Wire
+) -> None:
+    """Heads of 32 and parts of 64 rows: blocks of a worker begin where no block of the whole layer does."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("each worker needs a core of its own")
+    config = wire.engine.config.model_copy(update={"tensor_parallel_size": 2})
+    engine = runner.run(VllmEngine.start("engine-1", wire.path, config, seed=0, cpus=cores))
+    try:
+        for version in (1, 2):
+            push = wire.sender.stage(
+                version,
+                wire.weights(version).items(),
+                quantised=True,
+                sharding=Sharding(num_workers=2, num_kv_heads=2),
+                kv_scales=scales(version),
+            )
+            assert mismatched(*push.quantised), "two equal shards would show nothing"
+            receipt = runner.run(engine.receive(push))
+            assert receipt.ok, receipt.error
+            held = runner.run(engine.rpc("held_fp8"))
+            for rank, worker in enumerate(held):
+                assert push.fingerprints_of(rank).items() >= worker.items() >= push.quantised[rank].items()
+    finally:
+        runner.run(engine.close())

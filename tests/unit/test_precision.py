@@ -8,8 +8,10 @@ import torch
 
 from paceline.fp8 import (
     E4M3_MAX,
+    WHOLE,
     KvScales,
     LayerStacker,
+    Sharding,
     dequantise_blocks,
     kv_scale,
     percentile,
@@ -92,7 +94,7 @@ def test_activations_have_a_scale_for_each_group_of_a_token() -> None:
 
 def test_projections_are_stacked_as_engines_hold_them_and_the_rest_is_left_alone() -> None:
     """k and v with 64 rows each share a block of 128: quantised apart, their scales would differ from the engine's."""
-    stacker = LayerStacker()
+    stacker = LayerStacker(WHOLE)
     prefix = "model.layers.3"
     names = {
         "model.embed_tokens.weight": (8, 4),
@@ -118,7 +120,33 @@ def test_projections_are_stacked_as_engines_hold_them_and_the_rest_is_left_alone
         f"{prefix}.mlp.down_proj",
     ]
     expected = torch.cat([tensors[f"{prefix}.self_attn.{part}_proj.weight"] for part in "qkv"])
-    assert torch.equal(layers[f"{prefix}.self_attn.qkv_proj"], expected.bfloat16())
+    (held,) = layers[f"{prefix}.self_attn.qkv_proj"]
+    assert torch.equal(held, expected.bfloat16())
+
+
+def test_workers_hold_the_rows_of_their_heads_and_the_columns_that_read_them() -> None:
+    """A reference of the whole layer, cut afterwards, would have blocks that begin elsewhere than a worker's. Four
+    workers on two key-value heads: two hold the same head."""
+    heads = Sharding(num_workers=4, num_kv_heads=2)
+    rows, columns = torch.arange(8)[:, None].expand(8, 3), torch.arange(8).expand(3, 8)
+    assert [heads.part("q_proj", rows, rank)[:, 0].tolist() for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [heads.part("k_proj", rows, rank)[0, 0].item() for rank in range(4)] == [0, 0, 4, 4]
+    assert [heads.part("down_proj", columns, rank)[0].tolist() for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match="fc1: got a layer in FP8 with 4 tensor-parallel workers"):
+        heads.part("fc1", rows, 0)
+
+
+def test_each_worker_stacks_its_own_parts() -> None:
+    """The first half of a stacked layer is no worker's part of it: that would be queries alone."""
+    stacker = LayerStacker(Sharding(num_workers=2, num_kv_heads=2))
+    q, k, v = torch.randn(8, 4), torch.randn(4, 4), torch.randn(4, 4)
+    for part, weight in zip("qk", (q, k), strict=True):
+        assert stacker.add(f"model.layers.0.self_attn.{part}_proj.weight", weight) is None
+    layer = stacker.add("model.layers.0.self_attn.v_proj.weight", v)
+    assert layer is not None
+    for rank, held in enumerate(layer[1]):
+        own = [weight.chunk(2)[rank] for weight in (q, k, v)]
+        assert torch.equal(held, torch.cat(own).bfloat16())
 
 
 def test_percentile_is_a_value_that_occurs() -> None:

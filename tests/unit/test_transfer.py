@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.fp8 import KvScales, quantise_blocks
+from paceline.fp8 import KvScales, Sharding, quantise_blocks
 from paceline.types import PushRefusedError
 from paceline.weights.check import TensorSpec, check_precision, check_push, inventory
 from paceline.weights.deliver import deliver
@@ -214,11 +214,12 @@ def test_quantised_push_names_what_an_fp8_engine_must_hold(sender: ShmSender) ->
     plain, push = sender.stage(1, layer.items()), sender.stage(1, layer.items(), quantised=True)
     reference = quantise_blocks(layer["model.layers.0.self_attn.o_proj.weight"])
     assert push.entries == plain.entries
-    assert push.quantised == {
+    (quantised,) = push.quantised
+    assert quantised == {
         "model.layers.0.self_attn.o_proj.weight.fp8": fingerprint(reference.codes_NK),
         "model.layers.0.self_attn.o_proj.weight.scale": fingerprint(reference.scale),
     }
-    assert set(push.fingerprints) == set(layer) | set(push.quantised)
+    assert set(push.fingerprints) == set(layer) | set(quantised)
 
 
 def test_scales_are_part_of_what_must_be_held_and_survive_json(sender: ShmSender) -> None:
@@ -247,12 +248,14 @@ def test_push_for_another_precision_or_with_old_scales_is_refused(
         transport="shared_memory",
         channel="",
         entries=(),
-        quantised={"a": "b"},
+        quantised=({"a": "b"},),
         kv_scales=scales,
     )
     with pytest.raises(PushRefusedError, match=why):
-        check_precision(push, fp8_weights=fp8_weights, num_kv_scales=num_kv_scales)
-    check_precision(replace(push, version=4), fp8_weights=True, num_kv_scales=2)
+        check_precision(push, fp8_weights=fp8_weights, num_workers=1, num_kv_scales=num_kv_scales)
+    check_precision(replace(push, version=4), fp8_weights=True, num_workers=1, num_kv_scales=2)
+    with pytest.raises(PushRefusedError, match="staged in FP8 for 1 tensor-parallel workers; must be for 2"):
+        check_precision(replace(push, version=4), fp8_weights=True, num_workers=2, num_kv_scales=2)
 
 
 def test_misuse_of_stage_is_told(sender: ShmSender) -> None:
@@ -385,15 +388,15 @@ class FakeEngine:
         assert not self.running, "weights must not change during a step"
         if self.die is not None:
             raise self.die
-        return [self._receive(args[0], expected) for expected in self.expected]
+        return [self._receive(args[0], expected, rank) for rank, expected in enumerate(self.expected)]
 
-    def _receive(self, plain: dict[str, Any], expected: dict[str, TensorSpec]) -> dict[str, Any]:
+    def _receive(self, plain: dict[str, Any], expected: dict[str, TensorSpec], rank: int) -> dict[str, Any]:
         push = Push.from_dict(json.loads(json.dumps(plain)))
         try:
             self.model = {name: tensor.clone() for name, tensor in received(push, expected)}
         except PushRefusedError as error:
             return PushReport(version=push.version, refused=str(error), fingerprints={}).to_dict()
-        return PushReport(version=push.version, fingerprints=push.fingerprints | self.forge).to_dict()
+        return PushReport(version=push.version, fingerprints=push.fingerprints_of(rank) | self.forge).to_dict()
 
 
 def test_delivered_push_makes_the_new_version_and_resumes(sender: ShmSender) -> None:
@@ -433,6 +436,19 @@ def test_engine_whose_workers_disagree_is_lost(sender: ShmSender) -> None:
     receipt = asyncio.run(deliver(engine, sender.stage(5, weights().items())))
     assert receipt.lost
     assert not engine.running
+
+
+def test_worker_that_holds_the_shard_of_another_is_found(sender: ShmSender) -> None:
+    """Compared with the reference of the first worker, every other worker's sound shard would be called wrong, and a
+    copy of the first one's right."""
+    layer = {"model.layers.0.self_attn.o_proj.weight": torch.randn(40, 60).bfloat16()}
+    push = sender.stage(5, layer.items(), quantised=True, sharding=Sharding(num_workers=2))
+    assert len(push.quantised) == 2
+    engine = FakeEngine(specs(layer), num_workers=2)
+    assert asyncio.run(deliver(engine, push)).ok
+    engine.forge = dict(push.quantised[0])
+    receipt = asyncio.run(deliver(engine, push))
+    assert (receipt.lost, receipt.mismatched) == (True, tuple(sorted(push.quantised[1])))
 
 
 def test_engine_that_reports_other_fingerprints_is_lost(sender: ShmSender) -> None:

@@ -20,6 +20,7 @@ from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, Specul
 from paceline.devices import Transport, require, use_device
 from paceline.drafters.rounds import drafter_weights
 from paceline.drafters.worker import TrainerProcess, WorkerSettings
+from paceline.fp8 import Sharding
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.hidden_states import HiddenStateWriter, HiddenStateWriterSettings
 from paceline.types import DeviceKind, Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample
@@ -212,7 +213,13 @@ class LearnerActor:
         weights = self._learner.weights(self._wire_dtype)
         if self._sender is not None:
             scales = self._learner.kv_scales if self._engine.kv_cache == "fp8" else None
-            return self._sender.stage(version, weights, quantised=self._engine.weights == "fp8", kv_scales=scales)
+            return self._sender.stage(
+                version,
+                weights,
+                quantised=self._engine.weights == "fp8",
+                sharding=Sharding(self._engine.tensor_parallel_size, self._learner.num_kv_heads),
+                kv_scales=scales,
+            )
         deque(weights, maxlen=0)  # gathering is collective: this rank takes every tensor and drops it
         return None
 

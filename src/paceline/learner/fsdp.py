@@ -93,6 +93,12 @@ class FsdpLearner:
     def hidden_size(self) -> int:
         return self._scorer.policy.config.get_text_config().hidden_size
 
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads of a layer."""
+        text = self._scorer.policy.config.get_text_config()
+        return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
     def logp(
         self, samples: Sequence[Sample], taps: Sequence[int] = (), tapped: Collection[int] | None = None
     ) -> LogpResult:

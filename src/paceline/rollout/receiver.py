@@ -84,7 +84,12 @@ class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         started_s = time.monotonic()
         if push.target == "policy":
             fp8_weights = any(True for _ in quantised_layers(self.model))
-            check_precision(push, fp8_weights=fp8_weights, num_kv_scales=len(scaled_attention(self.model)))
+            check_precision(
+                push,
+                fp8_weights=fp8_weights,
+                num_workers=self.parallel_config.tensor_parallel_size,
+                num_kv_scales=len(scaled_attention(self.model)),
+            )
         weights = check_push(push, self._inventory(), update_info.memory)
         self._loading = (push, started_s, time.monotonic())
         self.weights_unknown = True
@@ -168,8 +173,6 @@ def _refuse_drafter(worker: Worker, push: Push) -> None:
         raise PushRefusedError(f"drafter: {problem}")
     if shared := shared_with_policy(worker) & {entry.name.split(".")[0] for entry in push.entries}:
         raise PushRefusedError(
-            f"drafter: vLLM shares {', '.join(sorted(shared))} between drafter and policy, because they were equal "
-            "when it loaded them, and a push would overwrite the policy's: start from "
             f"drafter: vLLM shares {', '.join(sorted(shared))} between drafter and policy, because they were equal "
             "when it loaded them, and a push would overwrite the policy's: start from "
             "`drafters.checkpoint.with_own_embeddings`"

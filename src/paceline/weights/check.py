@@ -61,14 +61,19 @@ def inventory(checkpoint: str | Path) -> dict[str, TensorSpec]:
     return specs
 
 
-def check_precision(push: Push, *, fp8_weights: bool, num_kv_scales: int) -> None:
-    """Refuse a policy that was staged for engines of another precision, and scales that belong to other weights.
+def check_precision(push: Push, *, fp8_weights: bool, num_workers: int, num_kv_scales: int) -> None:
+    """Refuse a policy that was staged for engines of another precision or sharding, and scales that belong to other
+    weights.
 
     `num_kv_scales` is the number of layers with an FP8 KV cache.
     """
     if fp8_weights != bool(push.quantised):
         precision = "FP8" if push.quantised else "full precision"
         raise PushRefusedError(f"weights: staged for an engine in {precision}, which this one is not")
+    if fp8_weights and len(push.quantised) != num_workers:
+        raise PushRefusedError(
+            f"weights: staged in FP8 for {len(push.quantised)} tensor-parallel workers; must be for {num_workers}"
+        )
     scales = push.kv_scales
     if (num_sent := 0 if scales is None else len(scales.k)) != num_kv_scales:
         raise PushRefusedError(

@@ -72,9 +72,8 @@ async def deliver(engine: PushTarget, push: Push) -> Receipt:
             return receipt(error=refusals[0])
         if refusals:
             return receipt(error=f"only some of the engine's workers refused: {refusals[0]}", lost=True)
-        names = tuple(
-            sorted({name for report in reports for name in mismatched(push.fingerprints, report.fingerprints)})
-        )
+        wrong = (mismatched(push.fingerprints_of(rank), report.fingerprints) for rank, report in enumerate(reports))
+        names = tuple(sorted({name for worker in wrong for name in worker}))
         if names:
             return receipt(error=f"{names[0]}: held with another fingerprint than the sender's", lost=True, names=names)
         if push.target == "policy":

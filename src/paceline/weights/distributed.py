@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
 from paceline.devices import collective_backend, finish_work
-from paceline.fp8 import KvScales, LayerStacker
+from paceline.fp8 import WHOLE, KvScales, LayerStacker, Sharding
 from paceline.types import PacelineError, PushRefusedError
-from paceline.weights.fingerprint import dtype_name, fingerprint, reference_fingerprints
+from paceline.weights.fingerprint import by_worker, dtype_name, fingerprint, reference_fingerprints
 from paceline.weights.message import Push, Target, TensorEntry, aligned, check_staged
 
 _BUCKET_BYTES = 64 * 1024 * 1024
@@ -82,19 +82,20 @@ class DistributedSender:
         target: Target = "policy",
         *,
         quantised: bool = False,
+        sharding: Sharding = WHOLE,
         kv_scales: KvScales | None = None,
     ) -> Push:
         """Fingerprint every tensor and keep it until `transmit`. A tensor that changes until then is refused by the
         workers.
 
-        `quantised` is for engines in FP8, and `kv_scales` for those with an FP8 KV cache.
+        `quantised` is for engines in FP8, split by `sharding`, and `kv_scales` for those with an FP8 KV cache.
         """
         assert self._address is not None, "host comes first"
         finish_work(self._device)  # the optimizer's kernels may still be writing what is about to be read
         self._staged = []
         offset = 0
-        stacker = LayerStacker()
-        references: dict[str, str] = {}
+        stacker = LayerStacker(sharding)
+        references: list[list[dict[str, str]]] = []
         for name, given in weights:
             tensor = given.detach().to(self._device).contiguous()
             entry = TensorEntry(
@@ -108,7 +109,7 @@ class DistributedSender:
             self._staged.append((entry, tensor))
             offset = aligned(offset + entry.num_bytes)
             if quantised and (layer := stacker.add(name, tensor)) is not None:
-                references |= reference_fingerprints(*layer)
+                references.append(reference_fingerprints(*layer))
         entries = [entry for entry, _ in self._staged]
         check_staged(version, entries)
         return Push(
@@ -117,7 +118,7 @@ class DistributedSender:
             transport="distributed",
             channel=self._address.name,
             entries=tuple(entries),
-            quantised=references,
+            quantised=by_worker(references),
             kv_scales=kv_scales,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -61,10 +61,18 @@ def quantised_fingerprints(layer: str, codes_NK: torch.Tensor, scale: torch.Tens
     return {f"{layer}.weight.fp8": fingerprint(codes_NK), f"{layer}.weight.scale": fingerprint(scale)}
 
 
-def reference_fingerprints(layer: str, weight_NK: torch.Tensor) -> dict[str, str]:
-    """Fingerprints of what an FP8 engine must make of a layer, by the reference quantiser."""
-    quantised = quantise_blocks(weight_NK)
-    return quantised_fingerprints(layer, quantised.codes_NK, quantised.scale)
+def reference_fingerprints(layer: str, shards: Sequence[torch.Tensor]) -> list[dict[str, str]]:
+    """Fingerprints of what each worker of an FP8 engine must make of its part of a layer, by the reference
+    quantiser."""
+    quantised = map(quantise_blocks, shards)
+    return [quantised_fingerprints(layer, shard.codes_NK, shard.scale) for shard in quantised]
+
+
+def by_worker(references: Iterable[Sequence[Mapping[str, str]]]) -> tuple[dict[str, str], ...]:
+    """Fingerprints of all layers for each worker, from those of each layer."""
+    return tuple(
+        {name: value for layer in layers for name, value in layer.items()} for layers in zip(*references, strict=True)
+    )
 
 
 def mismatched(sent: Mapping[str, str], held: Mapping[str, str]) -> tuple[str, ...]:

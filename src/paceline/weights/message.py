@@ -50,9 +50,9 @@ class Push:
     channel: str
     """Name of the segment in /dev/shm, or of the process group that the bytes are broadcast in."""
     entries: tuple[TensorEntry, ...]
-    quantised: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of what an FP8 engine must make of the weights: codes and scales of every quantised layer. Empty for
-    other engines."""
+    quantised: tuple[Mapping[str, str], ...] = ()
+    """Fingerprints of what each worker of an FP8 engine must make of its part of the weights, in the order of their
+    ranks: codes and scales of every quantised layer. Empty for other engines."""
     kv_scales: KvScales | None = None
     """For an engine with an FP8 KV cache."""
 
@@ -67,10 +67,16 @@ class Push:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of everything that the engine must hold after this push."""
+        """Fingerprints of everything that the engine's first worker must hold after this push."""
+        return self.fingerprints_of(0)
+
+    def fingerprints_of(self, rank: int) -> dict[str, str]:
+        """Fingerprints of everything that one worker must hold after this push. Workers differ in quantised layers
+        alone: every one of them checks all bytes that arrive, and keeps its part of them."""
         scales = {} if self.kv_scales is None else self.kv_scales.named()
         arrived = {entry.name: entry.fingerprint for entry in self.entries}
-        return arrived | dict(self.quantised) | {name: scale_fingerprint(scale) for name, scale in scales.items()}
+        quantised = self.quantised[rank] if self.quantised else {}
+        return arrived | dict(quantised) | {name: scale_fingerprint(scale) for name, scale in scales.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only: vLLM's rpc carries no classes without pickle."""
@@ -82,7 +88,7 @@ class Push:
         scales = plain["kv_scales"]
         if scales is not None:
             scales = KvScales(version=scales["version"], **{part: tuple(scales[part]) for part in "qkv"})
-        return cls(**{**plain, "entries": entries, "kv_scales": scales})
+        return cls(**{**plain, "entries": entries, "quantised": tuple(plain["quantised"]), "kv_scales": scales})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,12 @@ import torch
 import xxhash
 
 from paceline.files import create_owned, remove_orphaned
-from paceline.fp8 import KvScales, LayerStacker
+from paceline.fp8 import WHOLE, KvScales, LayerStacker, Sharding
 from paceline.types import PacelineError, PushRefusedError
 from paceline.weights.fingerprint import (
     BLOCK_BYTES,
     Bytes,
+    by_worker,
     dtype_name,
     hash_threads,
     reference_fingerprints,
@@ -56,12 +57,13 @@ class ShmSender:
         target: Target = "policy",
         *,
         quantised: bool = False,
+        sharding: Sharding = WHOLE,
         kv_scales: KvScales | None = None,
     ) -> Push:
         """Copy every tensor into the segment, in the dtype in which it comes, and fingerprint it on the way.
 
         At most a few tensors are held at a time, so gathering them one by one from shards costs the memory of a few.
-        `quantised` is for engines in FP8, and `kv_scales` for those with an FP8 KV cache.
+        `quantised` is for engines in FP8, split by `sharding`, and `kv_scales` for those with an FP8 KV cache.
         """
         segment = self._segments.get(target)
         if segment is None:
@@ -69,8 +71,8 @@ class ShmSender:
         segment.rewind()
         entries: list[TensorEntry] = []
         pending: deque[Future[TensorEntry]] = deque()
-        stacker = LayerStacker()
-        references: list[Future[dict[str, str]]] = []
+        stacker = LayerStacker(sharding)
+        references: list[Future[list[dict[str, str]]]] = []
         for name, tensor in weights:
             num_bytes = tensor.numel() * tensor.element_size()
             offset, room = segment.reserve(num_bytes)
@@ -87,7 +89,7 @@ class ShmSender:
             transport="shared_memory",
             channel=segment.name,
             entries=tuple(entries),
-            quantised={name: value for reference in references for name, value in reference.result().items()},
+            quantised=by_worker(reference.result() for reference in references),
             kv_scales=kv_scales,
         )
 
