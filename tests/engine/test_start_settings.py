@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from paceline.config import (
     SpeculationConfig,
 )
 from paceline.rollout import arguments
-from paceline.rollout.arguments import engine_args
+from paceline.rollout.arguments import engine_args, set_environment
 from paceline.rollout.speculation import graph_plan, own_settings, speculative_config
 from paceline.types import PacelineError
 
@@ -42,6 +43,28 @@ def test_second_start_finds_what_the_first_one_compiled(policy_path: Path, tmp_p
     assert compile_hash(policy_path, config, selector, 0, "first.jsonl") == first
     other = config.model_copy(update={"dtype": "float32"})
     assert compile_hash(policy_path, other, history(tmp_path, "a"), 0, "first.jsonl") != first
+
+
+@pytest.mark.parametrize("cpus", [None, [0]])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_code_compiled_ahead_of_time_is_left_to_gpus(
+    on_cpu: bool, cpus: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM cannot read it back on the CPU: an engine there would compile at every start, bound to cores or not."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(arguments, "on_cpu", lambda: on_cpu)
+    set_environment(EngineConfig(), cpus)
+    assert os.environ.get("VLLM_USE_AOT_COMPILE") == ("0" if on_cpu else None)
+
+
+def test_workers_share_cores_evenly_and_leave_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an odd number of cores must not refuse two workers."""
+    monkeypatch.setattr(os, "environ", {})
+    config = EngineConfig(tensor_parallel_size=2)
+    set_environment(config, [3, 4, 5, 6, 7])
+    assert (os.environ["VLLM_CPU_OMP_THREADS_BIND"], os.environ["OMP_NUM_THREADS"]) == ("3,4|5,6", "2")
+    with pytest.raises(ValueError, match="cpus: got 1 for tensor_parallel_size 2"):
+        set_environment(config, [3])
 
 
 def test_fp8_weights_are_refused_on_a_cpu_without_amx(policy_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

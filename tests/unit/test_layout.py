@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from paceline.cluster.layout import ClusterLayout, Node, nodes_from, plan
+from paceline.cluster.placement import training_directory
 from paceline.config import Config, load_config
 from paceline.types import PacelineError
 
@@ -203,3 +205,17 @@ def test_rays_tables_are_read() -> None:
         Node(id="c", num_cpus=4, num_gpus=2, sliced=True),
         Node(id="d", num_cpus=4, num_gpus=0, has_driver=True),
     ]
+
+
+def test_training_directory_of_the_next_run_has_the_name_of_the_last(tmp_path: Path) -> None:
+    """Engines load a drafter from it, whose path is part of vLLM's key for compiled code: with a random name every run
+    would compile anew. Runs at the same time must not share one."""
+    drafter = 'speculation.drafter={kind = "eagle3", path = "d"}'
+    trained = config(
+        1, 1, 1, drafter, "speculation.training.mode=idle", f"speculation.training.buffer.directory={tmp_path}"
+    )
+    first, second = training_directory(trained), training_directory(trained)
+    assert first is not None and first.is_dir() and first != second
+    first.rmdir()
+    assert training_directory(trained) == first
+    assert training_directory(config(1)) is None

@@ -89,7 +89,7 @@ class Cluster:
 @asynccontextmanager
 async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Cluster]:
     """Place and start every process of a run; all of them are gone when the context ends."""
-    directory = _training_directory(config)
+    directory = training_directory(config)
     with _ray(config, directory):
         layout = await decide(config)
         if directory is not None:
@@ -104,8 +104,6 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
         finally:
             await asyncio.gather(*(part.close(deadline_s) for part in (*engines, learner)), return_exceptions=True)
             remove_placement_group(group)
-            if directory is not None:
-                shutil.rmtree(directory, ignore_errors=True)
 
 
 async def decide(config: Config) -> ClusterLayout:
@@ -188,11 +186,23 @@ async def _start_actors(
     return Cluster(engines, learner, sender, members, drafter, trainers)
 
 
-def _training_directory(config: Config) -> Path | None:
-    """A folder of this run's own for what learner and trainers share; None if no drafter is trained."""
+def training_directory(config: Config) -> Path | None:
+    """Make a folder of this run's own for what learner and trainers share; None if no drafter is trained.
+
+    The first free number, and no random name: engines load their drafter from it, vLLM looks compiled code up by the
+    drafter's path too, and the next run should find it."""
     if config.speculation is None or config.speculation.training.mode == "off":
         return None
-    return config.speculation.training.buffer.directory / secrets.token_hex(8)
+    root = config.speculation.training.buffer.directory
+    root.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        try:
+            (root / str(number)).mkdir(mode=0o700)
+        except FileExistsError:  # of a run that goes on, or of another user
+            number += 1
+        else:
+            return root / str(number)
 
 
 def _check_training(config: Config, layout: ClusterLayout) -> None:
@@ -234,14 +244,17 @@ def _hand_over(config: Config, model_path: Path, directory: Path) -> HiddenState
 
 @contextmanager
 def _ray(config: Config, directory: Path | None) -> Iterator[None]:
-    """Connect to a cluster, or start Ray on this machine for as long as the context lasts; `directory` goes with it."""
+    """Connect to a cluster, or start Ray on this machine for as long as the context lasts; `directory` is removed with
+    it, last and once: its name is free then, and another run may take it."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if config.cluster.address is not None:
-        ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         try:
+            ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
             yield
         finally:
             ray.shutdown()
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
         return
     # A laptop has fewer cores than a run has processes. Engines and learner take turns, so promising more does no harm.
     wanted = config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size

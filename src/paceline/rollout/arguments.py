@@ -126,20 +126,25 @@ def set_environment(config: EngineConfig, cpus: Sequence[int] | None, *, core_in
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if cpus is None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        return
-    per_worker, rest = divmod(len(cpus), config.tensor_parallel_size)
-    if rest or not per_worker:
+    else:
+        _bind_threads(cpus, config.tensor_parallel_size)
+    if on_cpu():  # asked last: it imports a part of vLLM
+        # vLLM cannot read back on the CPU what it compiled ahead of time and would compile at every start; its other
+        # cache works.
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+
+
+def _bind_threads(cpus: Sequence[int], num_workers: int) -> None:
+    """Give each worker the same number of cores, and leave the rest."""
+    per_worker = len(cpus) // num_workers
+    if not per_worker:
         raise ValueError(
-            f"cpus: got {len(cpus)} for tensor_parallel_size {config.tensor_parallel_size}; must be a multiple "
-            "because each worker "
-            "gets the same number"
+            f"cpus: got {len(cpus)} for tensor_parallel_size {num_workers}; must be at least as many because each "
+            "worker needs a core of its own"
         )
-    shares = [cpus[i : i + per_worker] for i in range(0, len(cpus), per_worker)]
+    shares = [cpus[rank * per_worker :][:per_worker] for rank in range(num_workers)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     os.environ["OMP_NUM_THREADS"] = str(per_worker)
-    # vLLM cannot read back on the CPU what it compiled ahead of time and would compile at every start; its other cache
-    # works.
-    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
 def end_tokens(model_path: Path) -> list[int]:
