@@ -174,11 +174,11 @@ def widen(
 
 
 def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: torch.dtype) -> Path:
-    """Return a checkpoint whose embedding and output head differ from the policy's: `source` itself, or a copy in
-    `out`.
+    """Return a checkpoint whose embedding and output head differ from the policy's in every row: `source` itself, or a
+    copy in `out`.
 
     vLLM shares equal tensors when it loads drafter and policy, and a push to the drafter would then overwrite the
-    policy's."""
+    policy's. Each tensor-parallel worker compares its own rows."""
     weights = load_file(source / "model.safetensors")
     embedding_VD = _policy_tensor(model_path, "model.embed_tokens.weight")
     head_VD = _policy_tensor(model_path, "lm_head.weight")
@@ -188,9 +188,12 @@ def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: tor
         ("lm_head.weight", embedding_VD if head_VD is None else head_VD),
     ):
         own_VD = weights.get(name)
-        if own_VD is not None and other_VD is not None and torch.equal(own_VD.to(dtype), other_VD.to(dtype)):
-            own_VD[0, 0] += max(0.02 * abs(float(own_VD[0, 0])), 1e-3)  # one weight, and enough to be seen in bfloat16
-            equal = True
+        if own_VD is None or other_VD is None or own_VD.shape != other_VD.shape:
+            continue
+        equal_V = (own_VD.to(dtype) == other_VD.to(dtype)).all(1)
+        # One weight of a row, and enough to be seen in bfloat16.
+        own_VD[:, 0] += equal_V * (0.02 * own_VD[:, 0].abs()).clamp(1e-3)
+        equal = equal or bool(equal_V.any())
     if not equal:
         return source
     write_checkpoint(out, (source / "config.json").read_text(encoding="utf-8"), weights, source / "tokenizer.json")
