@@ -67,7 +67,9 @@ BENCHES = {
     ),
     "drafter": BenchEntry("does the drafter follow the policy for free and give way at once (about 25 minutes)", _runs),
     "learning": BenchEntry("gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)", _runs),
-    "overhead": BenchEntry("tokens/s through our engine against bare vllm.LLM (about 3 minutes)"),
+    "overhead": BenchEntry(
+        "tokens/s through our engine against bare vllm.LLM; a second start against the first (about 6 minutes)"
+    ),
     "plan": BenchEntry(
         "the simulator behind `paceline plan` against published figures; --arena: engines here (about 2 minutes; 26)",
         _plan,
