@@ -30,9 +30,18 @@ from paceline.weights.message import Target
 from paceline.weights.shared_memory import ShmSender
 from random_policy import make_drafter, make_policy
 
+pytestmark = pytest.mark.timeout(1800)
+
 CONFIG = EngineConfig(
-    dtype="float32", tensor_parallel_size=2, max_model_len=128, max_num_seqs=4, kv_cache_gb=0.05, start_deadline_s=400
+    dtype="float32",
+    tensor_parallel_size=2,
+    max_model_len=128,
+    max_num_seqs=4,
+    kv_cache_gb=0.05,
+    start_deadline_s=1500,
+    progress_deadline_s=600,
 )
+"""Deadlines for a busy machine: two workers wait for each other in every layer."""
 PROMPTS = ((5, 6, 7, 8, 9), (90, 2, 33), tuple(range(10, 40)))
 
 
@@ -99,7 +108,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoWorkers]:
             "selector": {"kind": "fixed", "draft_length": 3},
         }
     )
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _system_config={"worker_niceness": 0},  # as in a run
+    )
     with asyncio.Runner() as runner:
         try:
             group = placement_group([{"CPU": 1.0}])
