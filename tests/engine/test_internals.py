@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
+from paceline.config import EngineConfig
+from paceline.rollout.arguments import engine_args
 from paceline.rollout.internals import registry, request_ids, scheduler_door, stats
+from paceline.rollout.internals.model_runner import planned_runner
 
 pytest.importorskip("vllm", reason="asks the installed vLLM")
 
@@ -125,6 +129,16 @@ def test_rejection_sampler_takes_our_metadata() -> None:
         asked = inspect.signature(record).parameters.items()
         required = [name for name, parameter in asked if parameter.default is inspect.Parameter.empty]
         assert [name for name in required if f"{name}=" not in ours] == [], f"{record.__name__} asks for more"
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, "v1"), ("1", "v2")])
+def test_runner_is_known_before_an_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, policy_path: Path, asked: str | None, expected: str
+) -> None:
+    """certify would otherwise test the sampler of the other runner."""
+    if asked is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    assert planned_runner(engine_args(policy_path, EngineConfig(max_model_len=256), 0)) == expected
 
 
 def test_backends_can_be_registered_twice() -> None:

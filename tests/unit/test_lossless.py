@@ -20,6 +20,7 @@ from paceline.certify.lossless import (
     SamplerCell,
     chi_square,
     examine,
+    num_cells,
     reference_draft,
     reference_sample,
     surprise,
@@ -87,6 +88,34 @@ def test_planted_fault_is_found(fault: SamplerFault, kind: Drafts, length: int, 
         examine(plant(quick_sample, fault), reference_draft, num_rows=num_rows, kinds=[kind], lengths=[length])
     )
     assert worst(cells) > DEVIATIONS
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(1.0, 0.995, 1.0), (0.5, 0.0, 0.5)])
+def test_effect_that_is_said_to_be_found_is_found(share: float, least: float, most: float) -> None:
+    """An effect stated too small would promise what the test cannot do; too large would hide what it can."""
+    num_tokens, num_trials, p_V = 2000, 4000, np.full(8, 1 / 8)
+    cell = SamplerCell(
+        drafts="one-hot",
+        draft_length=1,
+        temperature=1.0,
+        position=0,
+        num_tokens=num_tokens,
+        statistic=0.0,
+        degrees=7,
+    )
+    w = share * cell.effect_found
+    moved_V = p_V * (1 + w * np.array([1, -1] * 4))
+    assert np.sqrt(((moved_V - p_V) ** 2 / p_V).sum()) == pytest.approx(w)
+    trials = np.random.default_rng(0).multinomial(num_tokens, moved_V, num_trials)
+    found = [replace(cell, statistic=chi_square(counts_V, p_V)[0]).excess > DEVIATIONS for counts_V in trials]
+    assert least <= np.mean(found) <= most
+
+
+def test_as_many_rows_are_sampled_as_are_asked_for() -> None:
+    """Interpreted, a row costs a tenth of a second: rounding 600 up to 1,000 would cost minutes."""
+    cells = list(examine(quick_sample, reference_draft, num_rows=600, vocabulary=8, kinds=["model-like"], lengths=[2]))
+    assert [cell.num_tokens for cell in cells if cell.position == 0] == [600, 600]
+    assert len(cells) == num_cells([2]) / 3
 
 
 def test_every_fault_can_be_planted_by_name() -> None:

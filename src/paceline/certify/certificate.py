@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.certify.faults import LOGP_FAULT, SAMPLER_FAULTS
-from paceline.certify.lossless import DEVIATIONS, KINDS, LENGTHS
+from paceline.certify.lossless import DEVIATIONS, KINDS
 from paceline.measure import Result
 from paceline.report.page import (
     BLUE,
@@ -29,7 +29,7 @@ from paceline.report.page import (
 _COLOURS = dict(zip(KINDS, (BLUE, ORANGE, PINK), strict=True))
 _EDGE = 14.0
 _MEANING = {
-    "sampler_worst_excess": "vLLM's rejection sampler on known distributions: worst chi-square, in standard deviations",
+    "sampler_worst_excess": "the engine's sampler on known distributions: worst chi-square, in standard deviations",
     "two_sample_p": "engine with speculation against without: chance of such a difference if there is none",
     "surprise_z": "FP32 engine against the learner's exact distribution, in standard deviations",
     "greedy_differences": "greedy FP32 rollouts that part where the learner sees no tie",
@@ -62,6 +62,7 @@ def write_certificate(result: Result, path: Path) -> None:
                 if package in versions
             ),
             f"{flags['method']}, draft length up to {flags['num_speculative_tokens']}",
+            f"model runner {details['runner'].upper()}, sampler {details['sampler']}",
         ],
         state=" ".join(_remarks(details)),
         cards=_cards(result),
@@ -72,11 +73,12 @@ def write_certificate(result: Result, path: Path) -> None:
 
 def _remarks(details: Mapping[str, Any]) -> list[str]:
     remarks: list[str] = []
-    if details["sampler"] == "stock":
+    if details["without_shim"]:
         remarks.append("vLLM's sampler was left as it comes, without Paceline's shim.")
     if details["fault"] is not None:
         planted = {**SAMPLER_FAULTS, LOGP_FAULT: "log-probabilities are shifted by one token"}[details["fault"]]
-        remarks.append(f"A fault was planted on purpose: {planted}.")
+        where = "; inside the engine that speculates too, where it is larger" if details["fault_in_engine"] else ""
+        remarks.append(f"A fault was planted on purpose: {planted}{where}.")
     remarks += [f"Missed: {_MEANING[name]}." for name in details["failed"]]
     return remarks + [f"{line[:1].upper()}{line[1:]}." for line in (*details["missing"], *details["notes"])]
 
@@ -84,6 +86,14 @@ def _remarks(details: Mapping[str, Any]) -> list[str]:
 def _cards(result: Result) -> list[Card]:
     figures = result.figures
     cards = [Card(label="verdict", value=result.details["verdict"])]
+    if "sampler_effect_found" in figures:
+        cards.append(
+            Card(
+                label="effect found in the sampler",
+                value=f"{figures['sampler_effect_found']:.2f}",
+                note="Cohen's w that even the weakest chi-square finds in 999 of 1,000 cases",
+            )
+        )
     if "two_sample_p" in figures:
         rate = result.details["false_positive_rate"]
         noise, most = figures["total_variation_noise"], figures["total_variation_noise_999"]
@@ -92,7 +102,7 @@ def _cards(result: Result) -> list[Card]:
             Card(
                 label="total variation",
                 value=f"{figures['total_variation']:.3f}",
-                note=f"noise alone gives {noise:.3f}, in 1 of 1,000 cases over {most:.3f}",
+                note=f"noise alone gives {noise:.3f}, in 1 of 1,000 cases over {most:.3f}: more than that is found",
             ),
             Card(
                 label="draft tokens",
@@ -118,20 +128,24 @@ def _sampler(cells: Sequence[Mapping[str, Any]]) -> Panel:
     worst = max(cell["excess"] for cell in cells)
     side = "within" if worst <= DEVIATIONS else "outside"
     title = f"The sampler is {side} its limit: worst of {len(cells)} chi-squares {worst:.1f}"
+    lengths = sorted({cell["draft_length"] for cell in cells})
     figure = new_figure(2.8)
     axes = figure.add_subplot()
     for kind, colour in _COLOURS.items():
         mine = [cell for cell in cells if cell["drafts"] == kind]
         nudge = 0.25 * (list(KINDS).index(kind) - 1)
-        x = [cell["position"] + 1 + nudge + 0.03 * (cell["draft_length"] - LENGTHS[1]) for cell in mine]
+        x = [cell["position"] + 1 + nudge + 0.03 * (cell["draft_length"] - lengths[len(lengths) // 2]) for cell in mine]
         y = [min(cell["excess"], _EDGE) for cell in mine]
         axes.plot(x, y, "o", color=colour, markersize=4, markeredgewidth=0, label=f"{kind} drafts")
     axes.axhline(DEVIATIONS, color=RED, linewidth=1.2)
     axes.text(0.42, DEVIATIONS + 0.3, "limit", color=SOFT)
-    axes.set_xlim(0.4, max(LENGTHS) + 1.6)
+    axes.set_xlim(0.4, max(lengths) + 1.6)
     axes.set_ylim(-7, _EDGE + 1)
     axes.set_xlabel("token of the verification step")
     axes.set_ylabel("deviations from expected")
     axes.legend(ncols=3, loc="lower right")
-    note = f"Draft lengths 1, 3 and 5; temperatures 0.6 and 1.0 in one batch. What exceeds {_EDGE:.0f} is drawn there."
+    note = (
+        f"Draft lengths {', '.join(map(str, lengths))}; temperatures 0.6 and 1.0 in one batch. What exceeds "
+        f"{_EDGE:.0f} is drawn there."
+    )
     return Panel(title=title, note=note, svg=svg(figure, title))

@@ -1,12 +1,14 @@
 """`paceline certify`: is speculation lossless on this engine, with these flags?
 
-    sampler       vLLM's rejection sampler on known distributions                  chi-square at every position
+    sampler       the rejection sampler of the engine, on known distributions      chi-square at every position
     engines       the user's engine with speculation and without, same prompts     exact two-sample test
     greedy        the same two in FP32 at temperature 0                            equal tokens
     learner       what the FP32 engine sampled, scored by the learner              log-probabilities by class, surprise
 
-The tests are in lossless.py; here the engines are started, one after another, and their words collected. With a planted
-fault only the part runs that has to find it."""
+vLLM has two model runners, each with a sampler of its own: V2 on GPUs, V1 on CPUs and for what V2 lacks. The sampler
+tested is that of the runner which vLLM will use for the user's engine. The tests are in lossless.py; here the engines
+are started, one after another, and their words collected. With a planted fault only the parts run that it is planted
+in."""
 
 from __future__ import annotations
 
@@ -26,18 +28,21 @@ from paceline.certify.fp32 import learner_part
 from paceline.certify.lossless import (
     DEVIATIONS,
     FALSE_POSITIVE_RATE,
-    NUM_CELLS,
     VERDICT_NUMBER,
     SamplerCell,
     examine,
+    num_cells,
     two_sample,
     verdict,
 )
-from paceline.certify.subject import QUICK, Effort, Findings, Subject, generate
+from paceline.certify.subject import Effort, EngineFault, Findings, Subject, generate
 from paceline.config import Config
 from paceline.context import Context
 from paceline.measure import Result, environment
-from paceline.rollout.internals import rejection_sampler
+from paceline.rollout.arguments import engine_args
+from paceline.rollout.internals import rejection_sampler, rejection_sampler_v2
+from paceline.rollout.internals.model_runner import planned_runner
+from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.internals.sampler_fix import mend_sampler
 from paceline.rollout.sampler import refuse_lossy
 from paceline.types import Prompt, Rollout, RolloutRequest, Tokens
@@ -52,28 +57,42 @@ def certify(
     *,
     context: Context,
     fault: str | None = None,
+    engine_fault: EngineFault | None = None,
     without_shim: bool = False,
     effort: Effort | None = None,
     seed: int = 0,
 ) -> Result:
     """All parts, or with a planted `fault` (`faults.SAMPLER_FAULTS`, `faults.LOGP_FAULT`) the part that it is
-    planted in."""
+    planted in. `engine_fault` plants the same fault inside the engine that speculates, so that part runs as well."""
     effort = effort or Effort()
     if fault is not None and fault not in (*get_args(SamplerFault), LOGP_FAULT):
         raise ValueError(f"fault: got {fault!r}; must be one of {', '.join((*get_args(SamplerFault), LOGP_FAULT))}")
-    subject = Subject(model_path=model_path, prompts=prompts, config=config, without_shim=without_shim, seed=seed)
+    runner = planned_runner(engine_args(model_path, config.rollout.engine, seed, config.speculation))
+    if without_shim and runner == "v2":
+        raise ValueError("without_shim: got True with vLLM's V2 runner; must be False because V2's sampler has no shim")
+    subject = Subject(
+        model_path=model_path,
+        prompts=prompts,
+        config=config,
+        without_shim=without_shim,
+        seed=seed,
+        runner=runner,
+        engine_fault=engine_fault,
+    )
     refuse_lossy(_vllm_settings(subject))
     found = Findings()
     began_s = time.monotonic()
     if fault != LOGP_FAULT:
         _sampler_part(found, subject, cast("SamplerFault | None", fault), effort, context)
-    if fault is None:
+    if fault is None or engine_fault is not None:
         _engine_part(found, subject, effort, context)
     if fault is None or fault == LOGP_FAULT:
         learner_part(found, subject, effort, context, shift_logp=fault == LOGP_FAULT)
-    if effort == QUICK:
+    if runner == "v2" and on_cpu():
+        found.notes.append("V2's kernels ran on the CPU, under Triton's interpreter; a GPU runs them compiled")
+    if not effort.conclusive:
         found.missing.append("--quick samples so little that only gross faults show; without it the verdict counts")
-    found.add("seconds", time.monotonic() - began_s, ("<=", 300.0) if fault is None else None)
+    found.add("seconds", time.monotonic() - began_s, ("<=", effort.max_seconds) if fault is None else None)
     return _result(found, subject, fault, effort)
 
 
@@ -85,19 +104,28 @@ def _vllm_settings(subject: Subject) -> Mapping[str, Any]:
 
 # The sampler.
 
+_SAMPLERS = {"v1": rejection_sampler, "v2": rejection_sampler_v2}
+
 
 def _sampler_part(
     found: Findings, subject: Subject, fault: SamplerFault | None, effort: Effort, context: Context
 ) -> None:
-    if not subject.without_shim:
+    if subject.runner == "v1" and not subject.without_shim:
         mend_sampler()
-    stock = rejection_sampler.rejection_sample
-    sample = stock if fault is None else plant(stock, fault)
+    sampler = _SAMPLERS[subject.runner]
+    sample = sampler.rejection_sample if fault is None else plant(sampler.rejection_sample, fault)
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     cells: list[SamplerCell] = []
     try:
-        for cell in examine(sample, rejection_sampler.draft, num_rows=effort.sampler_rows, seed=subject.seed):
+        for cell in examine(
+            sample,
+            sampler.draft,
+            num_rows=effort.sampler_rows,
+            vocabulary=effort.vocabulary,
+            lengths=effort.lengths,
+            seed=subject.seed,
+        ):
             if not cells or (cells[-1].drafts, cells[-1].draft_length) != (cell.drafts, cell.draft_length):
                 context.progress(f"sampler: {cell.drafts} drafts of length {cell.draft_length}")
             cells.append(cell)
@@ -105,13 +133,17 @@ def _sampler_part(
         torch.set_num_threads(threads)
     worst = max(cells, key=lambda cell: cell.excess)
     found.add("sampler_worst_excess", worst.excess, ("<=", DEVIATIONS))
+    found.add("sampler_effect_found", max(cell.effect_found for cell in cells))
     found.add("sampler_tests", len(cells))
-    if len(cells) < NUM_CELLS:
+    if len(cells) < num_cells(effort.lengths):
         found.missing.append(
-            f"{len(cells)} of {NUM_CELLS} positions of the sampler were tested; the others need more rows"
+            f"{len(cells)} of {num_cells(effort.lengths)} positions of the sampler were tested; the others need more "
+            "rows"
         )
     found.details["sampler_worst"] = asdict(worst)
-    found.details["sampler_cells"] = [asdict(cell) | {"excess": cell.excess} for cell in cells]
+    found.details["sampler_cells"] = [
+        asdict(cell) | {"excess": cell.excess, "effect_found": cell.effect_found} for cell in cells
+    ]
 
 
 # Two engines.
@@ -167,7 +199,7 @@ def _padded(rollouts: Sequence[Rollout], tokens: int) -> Tokens:
 
 def _result(found: Findings, subject: Subject, fault: str | None, effort: Effort) -> Result:
     if fault is not None:
-        found.missing.append(f"only the part in which {fault!r} is planted was run")
+        found.missing.append(f"only the parts in which {fault!r} is planted were run")
     met = Result(
         name="", figures=found.figures, spread=dict.fromkeys(found.figures, 0.0), goals=found.goals, environment={}
     )
@@ -180,7 +212,10 @@ def _result(found: Findings, subject: Subject, fault: str | None, effort: Effort
         "missing": found.missing,
         "notes": found.notes,
         "fault": fault,
-        "sampler": "stock" if subject.without_shim else "mended where it is wrong",
+        "fault_in_engine": subject.engine_fault is not None,
+        "runner": subject.runner,
+        "sampler": _SAMPLERS[subject.runner].SAMPLER,
+        "without_shim": subject.without_shim,
         "speculative_config": dict(_vllm_settings(subject)),
         "false_positive_rate": FALSE_POSITIVE_RATE,
         "effort": asdict(effort),

@@ -49,12 +49,14 @@ FALSE_POSITIVE_RATE = 1e-3
 
 KINDS: tuple[Drafts, ...] = ("one-hot", "model-like", "adversarial")
 LENGTHS = (1, 3, 5)
+VOCABULARY = 1024
 _TEMPERATURES = (0.6, 1.0)
-NUM_CELLS = len(KINDS) * len(_TEMPERATURES) * sum(length + 1 for length in LENGTHS)
+_SURE = 3.09
+"""Standard deviations below which a normal variable falls with probability 0.001."""
 _FEWEST_EXPECTED = 20.0
 _FEWEST_DEGREES = 3  # with fewer, a chi-square is so skewed that ten deviations are not rare enough
 _CHUNK = 500
-"""Rows of each temperature in one call of a sampler."""
+"""Most rows of each temperature in one call of a sampler."""
 
 # Dimensions: B rows, K drafts, L = K + 1 positions, V vocabulary; N samples, T tokens, F counted events, M shuffles.
 
@@ -106,13 +108,30 @@ class SamplerCell:
         """Standard deviations above what is expected."""
         return (self.statistic - self.degrees) / np.sqrt(2.0 * self.degrees)
 
+    @property
+    def effect_found(self) -> float:
+        """The smallest effect that exceeds the limit with probability 0.999: Cohen's w, the square root of the sum of
+        (p' - p)^2 / p over tokens.
+
+        An effect w shifts the statistic's mean by n w^2 and makes its variance 2 df + 4 n w^2; the shift is that whose
+        normal approximation falls short of the limit with probability 0.001.
+        """
+        limit = DEVIATIONS * np.sqrt(2.0 * self.degrees)
+        shift = limit + 2 * _SURE**2 + _SURE * np.sqrt(4 * limit + 2 * self.degrees + 4 * _SURE**2)
+        return float(np.sqrt(shift / self.num_tokens))
+
+
+def num_cells(lengths: Sequence[int]) -> int:
+    """Chi-squares of `examine` when every position is reached often enough."""
+    return len(KINDS) * len(_TEMPERATURES) * sum(length + 1 for length in lengths)
+
 
 def examine(
     sampler: Sampler,
     drafter: Drafter,
     *,
     num_rows: int = 20_000,
-    vocabulary: int = 1024,
+    vocabulary: int = VOCABULARY,
     seed: int = 0,
     kinds: Sequence[Drafts] = KINDS,
     lengths: Sequence[int] = LENGTHS,
@@ -122,7 +141,8 @@ def examine(
 
     A position that too few rows come to is left out.
     """
-    rows = min(num_rows, _CHUNK)
+    num_calls = -(-num_rows // _CHUNK)
+    rows = -(-num_rows // num_calls)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -130,7 +150,7 @@ def examine(
             for length in lengths:
                 target_LV, draft_KV = _distributions(drafts, length, vocabulary, generator)
                 counts_CLV = np.zeros((len(_TEMPERATURES), length + 1, vocabulary), np.int64)
-                for _ in range(0, num_rows, rows):
+                for _ in range(num_calls):
                     temperature_B = torch.tensor(_TEMPERATURES).repeat(rows)
                     step = _step(drafts, target_LV, draft_KV, temperature_B, drafter)
                     ids_BL = sampler(step).numpy()
@@ -167,9 +187,9 @@ def _distributions(
     target_LV = -0.8 * (rank_LV + 1.0).log()
     match drafts:
         case "one-hot":
-            target_LV = -(rank_LV + 1.0).log() + 2.5 * (
-                rank_LV == 0
-            )  # likely enough that the later positions are reached
+            others = (1.0 / torch.arange(2, vocabulary + 1)).sum()
+            # The drafted token has two thirds: likely enough that the later positions are reached.
+            target_LV = torch.where(rank_LV == 0, (2 * others).log(), -(rank_LV + 1.0).log())
             draft_KV = target_LV[:-1]
         case "model-like":
             draft_KV = target_LV[:-1] + 0.6 * torch.randn((length, vocabulary), generator=generator)

@@ -6,19 +6,20 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from paceline.certify.lossless import LENGTHS, VOCABULARY
 from paceline.config import Config, EngineConfig, LearnedDrafter, SpeculationConfig
 from paceline.files import read_jsonl
 from paceline.measure import Goal
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
+from paceline.rollout.internals.model_runner import Runner
 from paceline.rollout.internals.request_ids import rollout_key
 from paceline.rollout.speculation import own_settings
-from paceline.types import Prompt, Rollout, RolloutRequest
+from paceline.types import PacelineError, Prompt, Rollout, RolloutRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,10 @@ class Effort:
     """How much is sampled; the default takes under five minutes on two cores with the arena's small policy."""
 
     sampler_rows: int = 20_000
+    """Verifications for each case and temperature."""
+    lengths: tuple[int, ...] = LENGTHS
+    vocabulary: int = VOCABULARY
+    """Draft lengths and number of tokens of the sampler's cases."""
     num_prompts: int = 12
     samples_per_prompt: int = 192
     tokens: int = 32
@@ -33,10 +38,49 @@ class Effort:
     long_rollouts: int = 48
     long_tokens: int = 128
     """Greedy rollouts and those that the learner scores."""
+    max_seconds: float = 300.0
+    """How long all of it should take."""
+    conclusive: bool = True
+    """Whether it is enough for the verdict LOSSLESS."""
 
 
-QUICK = Effort(sampler_rows=1000, num_prompts=3, samples_per_prompt=64, tokens=16, long_rollouts=12, long_tokens=64)
-"""Enough to see that everything runs; too little for the verdict LOSSLESS."""
+QUICK = Effort(
+    sampler_rows=1000,
+    num_prompts=3,
+    samples_per_prompt=64,
+    tokens=16,
+    long_rollouts=12,
+    long_tokens=64,
+    conclusive=False,
+)
+"""Enough to see that everything runs."""
+INTERPRETED = Effort(
+    sampler_rows=900,
+    lengths=(2,),
+    vocabulary=8,
+    num_prompts=6,
+    samples_per_prompt=64,
+    tokens=12,
+    long_rollouts=12,
+    long_tokens=24,
+    max_seconds=1200.0,
+)
+"""For V2's kernels under Triton's interpreter, where the verification of a row takes about 0.1 s."""
+INTERPRETED_QUICK = replace(
+    INTERPRETED, sampler_rows=100, num_prompts=2, samples_per_prompt=24, tokens=8, long_rollouts=4, conclusive=False
+)
+
+
+class EngineFault(Protocol):
+    """A fault inside the sampler of a running engine."""
+
+    def adjust(self, args: Any) -> None:
+        """Change vLLM's AsyncEngineArgs so that the fault can be planted."""
+        ...
+
+    async def plant(self, engine: VllmEngine) -> None:
+        """Make the started engine faulty."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +109,10 @@ class Subject:
     config: Config
     without_shim: bool
     seed: int
+    runner: Runner
+    """vLLM's model runner, whose sampler the engine uses."""
+    engine_fault: EngineFault | None = None
+    """Planted in engines that speculate."""
 
     @property
     def speculation(self) -> SpeculationConfig:
@@ -81,6 +129,12 @@ async def generate(
     """Rollouts in order of their key; and of each, drafts and emitted tokens step by step."""
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory, "steps.jsonl")
+
+        def adjust(args: Any) -> None:  # vLLM's AsyncEngineArgs
+            own_settings(args.additional_config)["trace"] = str(trace)  # the scheduler writes a line for every step
+            if subject.engine_fault is not None:
+                subject.engine_fault.adjust(args)
+
         engine = await VllmEngine.start(
             "with" if speculate else "without",
             subject.model_path,
@@ -88,10 +142,14 @@ async def generate(
             seed=seed,
             cpus=sorted(os.sched_getaffinity(0)),
             speculation=_speculation(subject, config) if speculate else None,
-            adjust=partial(_trace_to, trace) if speculate else None,
+            adjust=adjust if speculate else None,
             stock_sampler=subject.without_shim and speculate,
         )
         try:
+            if speculate:
+                await _check_runner(subject, engine)
+                if subject.engine_fault is not None:
+                    await subject.engine_fault.plant(engine)
             rollouts: list[Rollout] = []
             # Greedy requests come last: a drafter that learns from rollouts then has something to say about them.
             for part in ([r for r in requests if r.temperature], [r for r in requests if not r.temperature]):
@@ -102,9 +160,14 @@ async def generate(
     return sorted(rollouts, key=lambda rollout: rollout.key), steps
 
 
-def _trace_to(trace: Path, args: Any) -> None:
-    """Have the scheduler write a line for every step; `args` are vLLM's AsyncEngineArgs."""
-    own_settings(args.additional_config)["trace"] = str(trace)
+async def _check_runner(subject: Subject, engine: VllmEngine) -> None:
+    """Refuse an engine whose sampler is not the one that is tested by itself."""
+    for worker in await engine.rpc("paceline_sampler"):
+        if worker["runner"] != subject.runner:
+            raise PacelineError(
+                f"engine {engine.name}: it runs on vLLM's model runner {worker['runner']}, but its arguments announced "
+                f"{subject.runner}, whose sampler was tested; set VLLM_USE_V2_MODEL_RUNNER to 0 or 1"
+            )
 
 
 def _speculation(subject: Subject, config: EngineConfig) -> SpeculationConfig:

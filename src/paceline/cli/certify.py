@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from paceline.cli.common import LEARNED, Commands, add_result_options, publish, register_lab
+from paceline.cli.common import LEARNED, Commands, add_result_options, check_lab, publish, register_lab
 from paceline.context import Context
 
 if TYPE_CHECKING:
+    from paceline.certify.faults import SamplerFault
+    from paceline.certify.subject import EngineFault
     from paceline.config import Config
     from paceline.types import Prompt
 
 _PARTS = ("logp", "lossless")
+_INTERPRETED = tuple(
+    f"rollout.engine.{setting}"
+    for setting in ("start_deadline_s=1500", "call_deadline_s=600", "progress_deadline_s=900")
+)
+"""Deadlines for an interpreter on a busy machine, where a step of 64 rollouts can take half a minute."""
 
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:
@@ -41,16 +50,20 @@ def _add_lossless(parts: Commands) -> None:
         "lossless",
         help="speculation leaves the distribution as it is",
         description="Is speculation lossless on this engine with these flags? Under 5 minutes on two cores.\n"
-        "  sampler   vLLM's rejection sampler on known distributions: chi-square at every position\n"
+        "  sampler   the engine's rejection sampler on known distributions: chi-square at every position\n"
         "  engines   your engine with speculation and without it: exact two-sample test, false alarm 1 in 1,000\n"
         "  greedy    the same tokens in FP32 at temperature 0\n"
         "  learner   log-probabilities of accepted, recovered and bonus tokens\n"
-        "The verdict is LOSSLESS, NOT LOSSLESS or INCONCLUSIVE (hardly anything was drafted).",
+        "The verdict is LOSSLESS, NOT LOSSLESS or INCONCLUSIVE (hardly anything was drafted).\n"
+        "GPUs run another sampler of vLLM's (model runner V2) than CPUs (V1): that of your engine is tested. With\n"
+        "--runner v2 and no GPU it is V2's, its kernels interpreted on the CPU: up to 20 minutes with arena:tiny and\n"
+        "the arena's EAGLE-3 drafter, which are then the default.",
         epilog="examples:\n"
         "  paceline certify --drafter ngram --html certificate.html\n"
         "  paceline certify configs/arena.toml rollout.temperature=0.8 --drafter eagle3:path/to/drafter\n"
         "  paceline certify --plant residual     a fault on purpose: must be NOT LOSSLESS\n"
-        "  paceline certify --without-shim       vLLM's CPU sampler as it comes: must be NOT LOSSLESS",
+        "  paceline certify --without-shim       vLLM's CPU sampler as it comes: must be NOT LOSSLESS\n"
+        "  paceline certify --runner v2          what GPUs run, without a GPU",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_subject(parser)
@@ -62,7 +75,9 @@ def _add_lossless(parts: Commands) -> None:
     add("--draft-length", type=int, metavar="K", help="hold the draft length at K; without a config, 3")
     add("--html", type=Path, metavar="FILE", help="write the certificate, one page")
     add("--without-shim", action="store_true", help="leave vLLM's sampler as it comes, even where it is wrong")
-    add("--plant", metavar="FAULT", help="residual, temperature, stale, accept or logp-shift")
+    add("--runner", choices=("v2",), help="use this model runner of vLLM's (default: as vLLM chooses)")
+    plant = "residual, temperature, stale, accept or logp-shift; with --runner v2 inside the running engine too"
+    add("--plant", metavar="FAULT", help=plant)
     add("--quick", action="store_true", help="few samples: shows that all parts run, but finds only gross faults")
     add_result_options(parser)
     parser.set_defaults(command=_certify_lossless)
@@ -93,26 +108,61 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
 
 
 def _certify_lossless(options: argparse.Namespace, context: Context) -> int:
+    with _on_runner(options.runner) as interpreted:
+        return _lossless(options, context, interpreted=interpreted)
+
+
+@contextmanager
+def _on_runner(runner: str | None) -> Iterator[bool]:
+    """Have engines use the runner that was asked for; yield whether its kernels are interpreted. To be entered before
+    anything imports Triton."""
+    if runner is None:
+        yield False
+        return
+    from paceline.devices import on_gpu
+
+    if on_gpu():
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        yield False
+        return
+    check_lab("--runner v2 without a GPU")
+    from paceline.lab.engines.v2_runner import v2_runner
+
+    with v2_runner(os.environ, async_scheduling=True):
+        yield True
+
+
+def _lossless(options: argparse.Namespace, context: Context, *, interpreted: bool) -> int:
     from paceline.certify.certificate import write_certificate
     from paceline.certify.engines import certify
-    from paceline.certify.subject import QUICK, Effort
+    from paceline.certify.subject import INTERPRETED, INTERPRETED_QUICK, QUICK, Effort
     from paceline.config import load_config
     from paceline.sessions.train import with_drafter
 
     register_lab()
     file, overrides = _subject(options.subject)
+    if interpreted:
+        policy = ["policy.model=arena:tiny"] if file is None else []
+        overrides = [*policy, *_INTERPRETED, *overrides]
     config = load_config(file, overrides)
-    drafting = _drafting(options.drafter, options.draft_length, has_speculation=config.speculation is not None)
+    drafting = _drafting(
+        options.drafter,
+        options.draft_length,
+        has_speculation=config.speculation is not None,
+        default="eagle3" if interpreted else "ngram",
+    )
     config = with_drafter(load_config(file, [*overrides, *drafting]), context)
     model_path, prompts = _policy_and_prompts(config, 64, context)
+    quick, full = (INTERPRETED_QUICK, INTERPRETED) if interpreted else (QUICK, Effort())
     result = certify(
         model_path,
         prompts,
         config,
         context=context,
         fault=options.plant,
+        engine_fault=_engine_fault(options.plant) if options.runner == "v2" else None,
         without_shim=options.without_shim,
-        effort=QUICK if options.quick else Effort(),
+        effort=quick if options.quick else full,
         seed=config.run.seed,
     )
     if options.html is not None:
@@ -123,6 +173,18 @@ def _certify_lossless(options: argparse.Namespace, context: Context) -> int:
     for why in ("failed", "missing", "notes"):
         print(*(f"  {why}: {line}\n" for line in result.details[why]), sep="", end="")
     return code
+
+
+def _engine_fault(fault: str | None) -> EngineFault | None:
+    """Return the fault as it is planted in a running V2 engine, if it is one of the sampler's."""
+    from paceline.certify.faults import SAMPLER_FAULTS
+
+    if fault not in SAMPLER_FAULTS:
+        return None
+    check_lab("--plant with --runner v2")
+    from paceline.lab.engines.sampler_faults import V2SamplerFault
+
+    return V2SamplerFault(cast("SamplerFault", fault))
 
 
 def _certify_logp(options: argparse.Namespace, context: Context) -> int:
@@ -162,11 +224,13 @@ def _subject(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return (Path(files[0]) if files else None), overrides
 
 
-def _drafting(drafter: str | None, draft_length: int | None, *, has_speculation: bool) -> list[str]:
-    """Return overrides for the drafter and a fixed draft length; without any of them, n-grams of 3."""
+def _drafting(
+    drafter: str | None, draft_length: int | None, *, has_speculation: bool, default: str = "ngram"
+) -> list[str]:
+    """Return overrides for the drafter and a fixed draft length; without any of them, the default's and 3."""
     overrides: list[str] = []
     if drafter is not None or not has_speculation:
-        kind, _, path = (drafter or "ngram").partition(":")
+        kind, _, path = (drafter or default).partition(":")
         path = path or ("arena" if kind in LEARNED else "")
         overrides.append(f'speculation.drafter={{kind = "{kind}"' + (f', path = "{path}"' if path else "") + "}")
     if draft_length is None and not has_speculation:

@@ -43,6 +43,12 @@ def register_lab() -> None:
 
 def require_lab(what: str) -> None:
     """Register the lab, or say that `what` is a part of it."""
+    check_lab(what)
+    register_lab()
+
+
+def check_lab(what: str) -> None:
+    """Refuse `what`, which is a part of the lab, where the lab is not installed."""
     try:
         import_module("paceline.lab")
     except ModuleNotFoundError as error:
@@ -51,7 +57,6 @@ def require_lab(what: str) -> None:
         raise ValueError(
             f"{what}: the lab (paceline.lab: arena and benches) is not installed; install the whole paceline package"
         ) from None
-    register_lab()
 
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:

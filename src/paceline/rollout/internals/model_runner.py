@@ -1,10 +1,11 @@
-"""Which of vLLM's two model runners a worker has, and what samples and drafts in it.
+"""Which of vLLM's two model runners an engine will use or a worker has, and what samples and drafts in it.
 
     V1   vllm/v1/worker/gpu_model_runner.py    CPUs, and GPUs where V2 lacks a feature     `drafter`
     V2   vllm/v1/worker/gpu/model_runner.py    the default on GPUs since vLLM 0.32         `speculator`
 
-Relied upon: `use_v2_model_runner` of the worker (vllm/v1/worker/gpu_worker.py); `drafter` or `speculator`, `sampler`
-and `rejection_sampler` of the runner. Goes when V1 goes.
+Relied upon: `use_v2_model_runner` of vLLM's config (vllm/config/vllm.py) and of the worker
+(vllm/v1/worker/gpu_worker.py); `drafter` or `speculator`, `sampler` and `rejection_sampler` of the runner. Goes when V1
+goes.
 """
 
 from __future__ import annotations
@@ -12,10 +13,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.worker.gpu_worker import Worker
 
+Runner = Literal["v1", "v2"]
 
-def runner_version(worker: Worker) -> Literal["v1", "v2"]:
+
+def planned_runner(args: AsyncEngineArgs) -> Runner:
+    """The runner of an engine that is started with these arguments: vLLM decides by environment, platform and
+    features."""
+    return "v2" if args.create_engine_config().use_v2_model_runner else "v1"
+
+
+def runner_version(worker: Worker) -> Runner:
     return "v2" if worker.use_v2_model_runner else "v1"
 
 

@@ -21,10 +21,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.rollout.internals.platform import device_type
 from paceline.rollout.internals.sampler_fix import install_cpu_kernels
 
 if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
+
+SAMPLER = "vllm.v1.sample.rejection_sampler.RejectionSampler"
 
 # Dimensions: B requests, K draft tokens each, L = K + 1 logit rows (the last is the bonus token's), V vocabulary.
 
@@ -49,14 +52,16 @@ def rejection_sample(step: Verification) -> torch.Tensor:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
     install_cpu_kernels()
+    device = device_type()
     num_requests, num_drafts = step.draft_ids_BK.shape
     vocabulary = step.logits_BLV.shape[-1]
-    row_BL = torch.arange(num_requests * (num_drafts + 1), dtype=torch.int32).view(num_requests, num_drafts + 1)
+    count_B = torch.arange(1, num_requests + 1, dtype=torch.int32, device=device)
+    row_BL = torch.arange(num_requests * (num_drafts + 1), dtype=torch.int32, device=device).view(num_requests, -1)
     metadata = SpecDecodeMetadata(
-        draft_token_ids=step.draft_ids_BK.reshape(-1).to(torch.int32),
+        draft_token_ids=step.draft_ids_BK.reshape(-1).to(device, torch.int32),
         num_draft_tokens=[num_drafts] * num_requests,
-        cu_num_draft_tokens=torch.arange(1, num_requests + 1, dtype=torch.int32) * num_drafts,
-        cu_num_sampled_tokens=torch.arange(1, num_requests + 1, dtype=torch.int32) * (num_drafts + 1),
+        cu_num_draft_tokens=count_B * num_drafts,
+        cu_num_sampled_tokens=count_B * (num_drafts + 1),
         target_logits_indices=row_BL[:, :-1].reshape(-1),
         bonus_logits_indices=row_BL[:, -1].contiguous(),
         logits_indices=row_BL.view(-1),
@@ -65,11 +70,11 @@ def rejection_sample(step: Verification) -> torch.Tensor:
     sampler = RejectionSampler(Sampler(logprobs_mode="processed_logprobs"))
     output = sampler(
         metadata,
-        None if probs_BKV is None else probs_BKV.reshape(-1, vocabulary).contiguous(),
-        step.logits_BLV.reshape(-1, vocabulary),
-        _sampling_metadata(step.temperature_B),
+        None if probs_BKV is None else probs_BKV.reshape(-1, vocabulary).contiguous().to(device),
+        step.logits_BLV.reshape(-1, vocabulary).to(device),
+        _sampling_metadata(step.temperature_B.to(device)),
     )
-    return output.sampled_token_ids.to(torch.int64)
+    return output.sampled_token_ids.to("cpu", torch.int64)
 
 
 def draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,12 +82,13 @@ def draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.
     from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_token
 
     install_cpu_kernels()
+    device = device_type()
     num_requests, num_drafts, vocabulary = logits_BKV.shape
-    temperature_N = temperature_B.repeat_interleave(num_drafts)
+    temperature_N = temperature_B.to(device).repeat_interleave(num_drafts)
     ids_N, probs_NV = compute_probs_and_sample_next_token(
-        logits_BKV.reshape(-1, vocabulary).clone(), _sampling_metadata(temperature_N)
+        logits_BKV.reshape(-1, vocabulary).to(device, copy=True), _sampling_metadata(temperature_N)
     )
-    return ids_N.view(num_requests, num_drafts), probs_NV.view(num_requests, num_drafts, vocabulary)
+    return ids_N.view(num_requests, num_drafts).cpu(), probs_NV.view(num_requests, num_drafts, vocabulary)
 
 
 def _sampling_metadata(temperature_B: torch.Tensor) -> SamplingMetadata:
@@ -90,7 +96,7 @@ def _sampling_metadata(temperature_B: torch.Tensor) -> SamplingMetadata:
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, device=temperature_B.device)
     return SamplingMetadata(
         temperature=temperature_B,
         all_greedy=False,

@@ -18,6 +18,8 @@ import torch
 from paceline.rollout.internals.platform import device_type
 from paceline.rollout.internals.rejection_sampler import Verification
 
+SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils.rejection_sample"
+
 # Dimensions: B requests, K draft tokens each, L = K + 1 logit rows (the last is the bonus token's), V vocabulary.
 
 
