@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from driven_engine import DrivenEngine, furthest, reference
+from driven_engine import V2_CONFIG, DrivenEngine, furthest, reference
+from paceline.rollout.arguments import engine_args
+from paceline.rollout.internals.model_runner import planned_runner
 from paceline.weights.shared_memory import ShmSender
 
 PROMPTS = ((5, 6, 7, 8, 9), (12, 2, 3), tuple(range(2, 15)), (4, 4, 4, 4))
@@ -13,7 +15,9 @@ TOLERANCE = 1e-4
 
 
 def test_engine_runs_the_v2_runner_and_its_sampler(plain: DrivenEngine) -> None:
-    """vLLM falls back to V1 with a warning only: all of these tests would then say nothing about GPUs."""
+    """vLLM falls back to V1 with a warning only: all of these tests would then say nothing about GPUs. certify asks
+    before it starts an engine, and must get the same answer."""
+    assert planned_runner(engine_args(plain.path, V2_CONFIG, 0)) == "v2"
     assert plain.async_scheduling
     (worker,) = plain.rpc("paceline_sampler")
     assert worker == {"runner": "v2", "sampler": "vllm.v1.worker.gpu.sample.sampler.Sampler", "sound": True}

@@ -131,15 +131,17 @@ def _sampler_part(
             cells.append(cell)
     finally:
         torch.set_num_threads(threads)
+    found.add("sampler_tests", len(cells))
+    expected = num_cells(effort.lengths)
+    if len(cells) < expected:
+        found.missing.append(
+            f"{len(cells)} of {expected} positions of the sampler were tested; the others need more rows"
+        )
+    if not cells:
+        return
     worst = max(cells, key=lambda cell: cell.excess)
     found.add("sampler_worst_excess", worst.excess, ("<=", DEVIATIONS))
     found.add("sampler_effect_found", max(cell.effect_found for cell in cells))
-    found.add("sampler_tests", len(cells))
-    if len(cells) < num_cells(effort.lengths):
-        found.missing.append(
-            f"{len(cells)} of {num_cells(effort.lengths)} positions of the sampler were tested; the others need more "
-            "rows"
-        )
     found.details["sampler_worst"] = asdict(worst)
     found.details["sampler_cells"] = [
         asdict(cell) | {"excess": cell.excess, "effect_found": cell.effect_found} for cell in cells

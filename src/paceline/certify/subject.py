@@ -67,7 +67,7 @@ INTERPRETED = Effort(
 )
 """For V2's kernels under Triton's interpreter, where the verification of a row takes about 0.1 s."""
 INTERPRETED_QUICK = replace(
-    INTERPRETED, sampler_rows=100, num_prompts=2, samples_per_prompt=24, tokens=8, long_rollouts=4, conclusive=False
+    INTERPRETED, sampler_rows=200, num_prompts=2, samples_per_prompt=24, tokens=8, long_rollouts=4, conclusive=False
 )
 
 
