@@ -28,7 +28,7 @@ from paceline.certify.lossless import (
     two_sample,
     verdict,
 )
-from paceline.certify.subject import read_trace
+from paceline.certify.subject import INTERPRETED, read_trace
 from paceline.rollout.internals.rejection_sampler import Verification
 from paceline.rollout.sampler import refuse_lossy
 from paceline.types import Tokens
@@ -116,6 +116,26 @@ def test_as_many_rows_are_sampled_as_are_asked_for() -> None:
     cells = list(examine(quick_sample, reference_draft, num_rows=600, vocabulary=8, kinds=["model-like"], lengths=[2]))
     assert [cell.num_tokens for cell in cells if cell.position == 0] == [600, 600]
     assert len(cells) == num_cells([2]) / 3
+
+
+@pytest.mark.parametrize("fault", [None, "residual", "temperature", "stale"])
+def test_effort_for_an_interpreted_sampler_suffices(fault: SamplerFault | None) -> None:
+    """With fewer rows a position is left out, and a sampler that is right would be INCONCLUSIVE."""
+    sampler = quick_sample if fault is None else plant(quick_sample, fault)
+    for seed in range(3):
+        cells = list(
+            examine(
+                sampler,
+                reference_draft,
+                num_rows=INTERPRETED.sampler_rows,
+                vocabulary=INTERPRETED.vocabulary,
+                lengths=INTERPRETED.lengths,
+                seed=seed,
+            )
+        )
+        if fault is None:
+            assert len(cells) == num_cells(INTERPRETED.lengths)
+        assert (worst(cells) > DEVIATIONS) == (fault is not None)
 
 
 def test_every_fault_can_be_planted_by_name() -> None:

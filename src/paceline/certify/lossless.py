@@ -195,7 +195,8 @@ def _distributions(
             draft_KV = target_LV[:-1] + 0.6 * torch.randn((length, vocabulary), generator=generator)
         case "adversarial":
             third = (target_LV[0].exp().sum() / 2).log()
-            draft_KV = target_LV[:-1].masked_fill(rank_KV == vocabulary // 10, third).masked_fill(rank_KV == 0, -100.0)
+            seldom = max(vocabulary // 10, 5)
+            draft_KV = target_LV[:-1].masked_fill(rank_KV == seldom, third).masked_fill(rank_KV == 0, -100.0)
     return target_LV, draft_KV
 
 
