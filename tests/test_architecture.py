@@ -36,6 +36,7 @@ ROWS = (
     ("cluster", "report"),
     ("plan", "certify", "integrations"),
     ("sessions",),
+    ("doctor",),
     ("lab",),
     ("cli",),
 )

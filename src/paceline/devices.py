@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,6 +19,26 @@ def on_gpu() -> bool:
     It says nothing about other machines: where a run's processes are placed, `cluster.layout` decides.
     """
     return torch.cuda.is_available()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """One GPU that this process sees; bytes."""
+
+    name: str
+    free: int
+    total: int
+
+
+def gpu_memory() -> list[GpuMemory]:
+    """The GPUs that this process sees, with the memory that other processes leave; none without a GPU."""
+    if not on_gpu():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(GpuMemory(name=torch.cuda.get_device_name(index), free=free, total=total))
+    return found
 
 
 def require(kind: DeviceKind, num_gpus: int = 1) -> None:

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from paceline import __version__
-from paceline.cli import arena, bench, certify, demo, draft, export, plan, report, train
+from paceline.cli import arena, bench, certify, demo, doctor, draft, export, plan, report, train
 from paceline.cli.common import make_context
 from paceline.context import CancelledError, Context
 from paceline.types import PacelineError
 
 _EPILOG = (
     "start here:\n"
+    "  paceline doctor                                  what works on this machine, check by check (about 4 minutes)\n"
     "  paceline demo                                    build the small arena policy, train it, write a report "
     "(about 10 minutes)\n"
     "  paceline train configs/arena.toml run.steps=10   train as a config says; any setting can be overridden\n"
@@ -26,7 +27,7 @@ _EPILOG = (
     "it is paid for\n"
 )
 
-_COMMANDS = (train, demo, report, arena, plan, draft, export, bench, certify)
+_COMMANDS = (train, demo, doctor, report, arena, plan, draft, export, bench, certify)
 """In the order of --help."""
 
 

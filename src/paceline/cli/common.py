@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,26 @@ def check_lab(what: str) -> None:
         raise ValueError(
             f"{what}: the lab (paceline.lab: arena and benches) is not installed; install the whole paceline package"
         ) from None
+
+
+def add_subject(parser: argparse.ArgumentParser, default: str = "arena:small") -> None:
+    """Take a config or a policy, and settings; `subject` reads them."""
+    parser.add_argument(
+        "subject",
+        nargs="*",
+        metavar="CONFIG|MODEL|a.b=value",
+        help=f"TOML file or checkpoint, and settings ({default})",
+    )
+
+
+def subject(command: str, words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the config file and the overrides that a command's words stand for."""
+    files = [word for word in words if word.endswith(".toml")]
+    models = [word for word in words if not word.endswith(".toml") and "=" not in word]
+    if len(files) + len(models) > 1:
+        raise ValueError(f"{command}: got {' '.join((*files, *models))}; must be one config file or one model")
+    overrides = [f"policy.model={model}" for model in models] + [word for word in words if "=" in word]
+    return (Path(files[0]) if files else None), overrides
 
 
 def add_result_options(parser: argparse.ArgumentParser) -> None:

@@ -106,6 +106,12 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
             remove_placement_group(group)
 
 
+async def rehearse(config: Config) -> ClusterLayout:
+    """Start or join Ray as a run does, and say where the run's processes would go; nothing else is started."""
+    with _ray(config, None):
+        return await decide(config)
+
+
 async def decide(config: Config) -> ClusterLayout:
     """The layout of this run in the cluster that this process is connected to, once other jobs leave room for it."""
     until_s = time.monotonic() + _ROOM_DEADLINE_S

@@ -106,6 +106,17 @@ def sweep() -> list[str]:
     return [path.name for path in _SHM.glob(f"{_PREFIX}*") if remove_orphaned(path)]
 
 
+def free_bytes() -> int:
+    """Room that is left in shared memory."""
+    free = os.statvfs(_SHM)
+    return free.f_bavail * free.f_frsize
+
+
+def segment_bytes(num_bytes: int) -> int:
+    """Size of a segment for so many bytes of weights, roughly: whole extents, and one that is not filled."""
+    return (num_bytes // _EXTENT_BYTES + 2) * _EXTENT_BYTES
+
+
 class _Segment:
     """A locked file in shared memory that grows by extents, each mapped and faulted in once."""
 
@@ -149,10 +160,8 @@ class _Segment:
             # SIGBUS.
             os.posix_fallocate(self._descriptor, self._size, size)
         except OSError as error:
-            free = os.statvfs(_SHM)
-            free_gb = free.f_bavail * free.f_frsize / 1e9
             raise PacelineError(
-                f"{_SHM}: {(self._size + size) / 1e9:.2f} GB needed for the weights, {free_gb:.2f} GB left "
+                f"{_SHM}: {(self._size + size) / 1e9:.2f} GB needed for the weights, {free_bytes() / 1e9:.2f} GB left "
                 f"({error.strerror}); enlarge it (docker run --shm-size)"
             ) from error
         memory = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=self._size)
