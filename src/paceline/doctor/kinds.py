@@ -46,7 +46,7 @@ def engine_history(setup: Setup) -> Outcome:
 
 
 def _engine(setup: Setup, kind: str) -> Outcome:
-    if kind == setup.kind and setup.main_started:
+    if setup.main_started and kind == setup.kind:
         return skipped("this is the drafter of the engine above")
     if kind in LEARNED and setup.drafter(kind) is None:
         return skipped(f"no {kind} drafter was named, and none comes with this policy")
