@@ -1,7 +1,7 @@
 """What a check is, and how checks run: in order, each by itself, so that the failure of one is never the end of all.
 
     @check("weights", advice="enlarge /dev/shm", needs=(engine_starts,))
-    def push_arrives(setup: Setup) -> Outcome:
+    def push_arrives(setup: Setup) -> CheckOutcome:
         '''A push of the policy arrives with every fingerprint.'''
         return passed("28 tensors") if receipt.ok else failed(receipt.error)
 
@@ -28,7 +28,7 @@ _LONGEST_MESSAGE = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CheckOutcome:
     """What a check found."""
 
     status: Status
@@ -39,16 +39,16 @@ class Outcome:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
-def passed(evidence: str, **figures: float) -> Outcome:
-    return Outcome(status="passed", evidence=evidence, figures=figures)
+def passed(evidence: str, **figures: float) -> CheckOutcome:
+    return CheckOutcome(status="passed", evidence=evidence, figures=figures)
 
 
-def failed(evidence: str, advice: str = "") -> Outcome:
-    return Outcome(status="failed", evidence=evidence, advice=advice)
+def failed(evidence: str, advice: str = "") -> CheckOutcome:
+    return CheckOutcome(status="failed", evidence=evidence, advice=advice)
 
 
-def skipped(why: str) -> Outcome:
-    return Outcome(status="skipped", evidence=why)
+def skipped(why: str) -> CheckOutcome:
+    return CheckOutcome(status="skipped", evidence=why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Check(Generic[S]):
     title: str
     part: str
     """Heading under which it stands."""
-    function: Callable[[S], Outcome]
+    function: Callable[[S], CheckOutcome]
     advice: str
     needs: tuple[Check[S], ...]
     otherwise: str
@@ -68,10 +68,10 @@ class Check(Generic[S]):
 
 def check(
     part: str, *, advice: str, needs: Sequence[Check[S]] = (), otherwise: str = ""
-) -> Callable[[Callable[[S], Outcome]], Check[S]]:
+) -> Callable[[Callable[[S], CheckOutcome]], Check[S]]:
     """Make a check of a function; `otherwise` is why the checks that need it are skipped when it failed."""
 
-    def make(function: Callable[[S], Outcome]) -> Check[S]:
+    def make(function: Callable[[S], CheckOutcome]) -> Check[S]:
         name = function.__name__.replace("_", "-")
         return Check(
             name=name,

