@@ -10,7 +10,16 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from paceline.cli.common import LEARNED, Commands, add_result_options, check_lab, publish, register_lab
+from paceline.cli.common import (
+    LEARNED,
+    Commands,
+    add_result_options,
+    add_subject,
+    check_lab,
+    publish,
+    register_lab,
+    subject,
+)
 from paceline.context import Context
 
 if TYPE_CHECKING:
@@ -66,7 +75,7 @@ def _add_lossless(parts: Commands) -> None:
         "  paceline certify --runner v2          what GPUs run, without a GPU",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_subject(parser)
+    add_subject(parser)
     add = parser.add_argument
     drafters = (
         "ngram, history, eagle3[:PATH], dflash[:PATH] (without PATH: the arena's); replaces that of the config (ngram)"
@@ -90,21 +99,12 @@ def _add_logp(parts: Commands) -> None:
         description="Sample with the engine, score the same tokens with the learner: FP32 must agree to rounding, "
         "BF16 closely.",
     )
-    _add_subject(parser)
+    add_subject(parser)
     add = parser.add_argument
     add("--model", help="checkpoint directory, or arena:small and so on; replaces that of the config (arena:small)")
     add("--tokens", type=int, default=2000, help="least number of sampled tokens per precision (%(default)s)")
     add_result_options(parser)
     parser.set_defaults(command=_certify_logp)
-
-
-def _add_subject(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "subject",
-        nargs="*",
-        metavar="CONFIG|MODEL|a.b=value",
-        help="TOML file or checkpoint, and settings (arena:small)",
-    )
 
 
 def _certify_lossless(options: argparse.Namespace, context: Context) -> int:
@@ -140,7 +140,7 @@ def _lossless(options: argparse.Namespace, context: Context, *, interpreted: boo
     from paceline.sessions.train import with_drafter
 
     register_lab()
-    file, overrides = _subject(options.subject)
+    file, overrides = subject("certify", options.subject)
     if interpreted:
         policy = ["policy.model=arena:tiny"] if file is None else []
         overrides = [*policy, *_INTERPRETED, *overrides]
@@ -192,7 +192,7 @@ def _certify_logp(options: argparse.Namespace, context: Context) -> int:
     from paceline.config import load_config
 
     register_lab()
-    file, overrides = _subject(options.subject)
+    file, overrides = subject("certify", options.subject)
     if options.model is not None:
         overrides = [*overrides, f"policy.model={options.model}"]
     config = load_config(file, overrides)
@@ -212,16 +212,6 @@ def _policy_and_prompts(config: Config, num_prompts: int, context: Context) -> t
     # Without held-out rows: a file with fewer rows than a run would hold out has prompts enough.
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 0})})
     return model_path, list(islice(make_task(config, load_tokenizer(model_path)).prompts, num_prompts))
-
-
-def _subject(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the config file and the overrides that certify's words stand for."""
-    files = [word for word in words if word.endswith(".toml")]
-    models = [word for word in words if not word.endswith(".toml") and "=" not in word]
-    if len(files) + len(models) > 1:
-        raise ValueError(f"certify: got {' '.join((*files, *models))}; must be one config file or one model")
-    overrides = [f"policy.model={model}" for model in models] + [word for word in words if "=" in word]
-    return (Path(files[0]) if files else None), overrides
 
 
 def _drafting(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import shutil
 import sysconfig
@@ -12,6 +11,7 @@ from importlib.metadata import entry_points, requires
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
 
 from paceline.devices import gpu_memory, on_gpu
 from paceline.doctor.check import CheckOutcome, check, failed, passed, skipped
@@ -35,30 +35,17 @@ _GB = 1e9
 )
 def packages(setup: Setup) -> CheckOutcome:
     """Installed packages are of the versions that Paceline asks for."""
-    ranges = [line for line in requires("paceline") or [] if "extra ==" not in line]
-    wrong, found = [], {}
-    for line in ranges:
-        name = re.split(r"[^\w.-]", line)[0]
-        found |= (version := installed([name]))
-        if name not in version or not in_range(version[name], line):
-            wrong.append(f"{line} (installed: {version.get(name, 'none')})")
+    ranges = [Requirement(line) for line in requires("paceline") or [] if "extra ==" not in line]
+    found = installed([asked.name for asked in ranges])
+    wrong = [
+        f"{asked} (installed: {found.get(asked.name, 'none')})"
+        for asked in ranges
+        if asked.name not in found or not asked.specifier.contains(found[asked.name], prereleases=True)
+    ]
     if wrong:
         return failed(f"not as asked for: {'; '.join(wrong)}")
     main = ", ".join(f"{name} {found[name]}" for name in ("torch", "ray", "transformers", "speculators"))
     return passed(f"{len(ranges)} packages, among them {main}")
-
-
-def in_range(version: str, requirement: str) -> bool:
-    """Whether a version such as 2.13.0+cpu is within a requirement such as torch<3,>=2.10."""
-    have = _numbers(version)
-    compare = {">=": have.__ge__, "<=": have.__le__, "<": have.__lt__, ">": have.__gt__, "==": have.__eq__}
-    return all(
-        compare[relation](_numbers(bound)) for relation, bound in re.findall(r"(>=|<=|==|<|>)([\d.]+)", requirement)
-    )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 @check(
