@@ -13,7 +13,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +48,7 @@ class _Pass:
 def run(
     *,
     context: Context,
+    environ: MutableMapping[str, str],
     model: str = "arena:small",
     drafter: str = "arena",
     prompts: int = 16,
@@ -56,7 +57,9 @@ def run(
     repetitions: int = 9,
     seed: int = 0,
 ) -> Result:
-    """Time both arms `repetitions` times, after one pass each that is not counted; then two starts."""
+    """Time both arms `repetitions` times, after one pass each that is not counted; then two starts.
+
+    `environ` is `os.environ`, which vLLM's processes inherit; it is restored at the end."""
     path = resolve_policy(model, context)
     drafter_path = resolve_drafter(drafter, model, context)
     config = EngineConfig(max_model_len=768, kv_cache_gb=0.5)
@@ -66,7 +69,7 @@ def run(
     )
     ours, bare = _measure(path, config, batches, seed, context)
     # Last: by now this process has imported vLLM, and its files are in memory, for the first start as for the second.
-    starts = asyncio.run(_start_twice(path, drafter_path, seed, context))
+    starts = asyncio.run(_start_twice(path, drafter_path, environ, seed, context))
     ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, bare, strict=True)]
     figures, spread = {}, {}
     figures["ratio"], spread["ratio"] = middle(ratios)
@@ -146,13 +149,15 @@ def _bare_pass(reference: BareEngine, requests: Sequence[RolloutRequest]) -> _Pa
     return _Pass(num_tokens=sum(map(len, responses)), seconds=time.perf_counter() - began_s)
 
 
-async def _start_twice(path: Path, drafter: Path, seed: int, context: Context) -> list[float]:
+async def _start_twice(
+    path: Path, drafter: Path, environ: MutableMapping[str, str], seed: int, context: Context
+) -> list[float]:
     """Seconds of both starts of a speculating, compiled engine."""
     config = EngineConfig(max_model_len=768, kv_cache_gb=0.5, compile=True)
     speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=3)
     cpus = sorted(os.sched_getaffinity(0))
     seconds: list[float] = []
-    with _empty_caches():
+    with _empty_caches(environ):
         for what in ("with empty caches", "again"):
             context.progress(f"starting a speculating, compiled engine {what}")
             began_s = time.perf_counter()
@@ -164,19 +169,19 @@ async def _start_twice(path: Path, drafter: Path, seed: int, context: Context) -
 
 
 @contextmanager
-def _empty_caches() -> Iterator[None]:
+def _empty_caches(environ: MutableMapping[str, str]) -> Iterator[None]:
     """Have vLLM, torch and Triton keep compiled code in a directory that ends with the block."""
     with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
         caches = {
             name: str(Path(directory, name))
             for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
         }
-        before = {name: os.environ.get(name) for name in caches}
-        os.environ.update(caches)
+        before = {name: environ.get(name) for name in caches}
+        environ.update(caches)
         try:
             yield
         finally:
             for name, value in before.items():
-                os.environ.pop(name)
+                environ.pop(name)
                 if value is not None:
-                    os.environ[name] = value
+                    environ[name] = value
