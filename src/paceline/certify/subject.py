@@ -55,19 +55,19 @@ QUICK = Effort(
 )
 """Enough to see that everything runs."""
 INTERPRETED = Effort(
-    sampler_rows=900,
+    sampler_rows=680,
     lengths=(2,),
-    vocabulary=8,
-    num_prompts=6,
+    vocabulary=6,
+    num_prompts=4,
     samples_per_prompt=64,
-    tokens=12,
-    long_rollouts=12,
-    long_tokens=24,
+    tokens=8,
+    long_rollouts=8,
+    long_tokens=16,
     max_seconds=1200.0,
 )
-"""For V2's kernels under Triton's interpreter, where the verification of a row takes about 0.1 s."""
+"""For V2's kernels under Triton's interpreter, where the verification of a row takes 0.1 to 0.3 s."""
 INTERPRETED_QUICK = replace(
-    INTERPRETED, sampler_rows=200, num_prompts=2, samples_per_prompt=24, tokens=8, long_rollouts=4, conclusive=False
+    INTERPRETED, sampler_rows=150, num_prompts=2, samples_per_prompt=16, long_rollouts=3, conclusive=False
 )
 
 

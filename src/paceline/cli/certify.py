@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 _PARTS = ("logp", "lossless")
 _INTERPRETED = tuple(
     f"rollout.engine.{setting}"
-    for setting in ("start_deadline_s=1500", "call_deadline_s=600", "progress_deadline_s=900")
+    for setting in ("max_num_seqs=32", "start_deadline_s=1500", "call_deadline_s=600", "progress_deadline_s=900")
 )
-"""Deadlines for an interpreter on a busy machine, where a step of 64 rollouts can take half a minute."""
+"""A small batch, since nothing runs in parallel, and deadlines for an interpreter on a busy machine."""
 
 
 def spelled_out(arguments: Sequence[str]) -> list[str]:
