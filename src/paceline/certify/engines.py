@@ -63,7 +63,7 @@ def certify(
     seed: int = 0,
 ) -> Result:
     """All parts, or with a planted `fault` (`faults.SAMPLER_FAULTS`, `faults.LOGP_FAULT`) the part that it is
-    planted in. `engine_fault` plants the same fault inside the engine that speculates, so that part runs as well."""
+    planted in. `engine_fault` plants the same fault inside the engines that speculate, so all parts run."""
     effort = effort or Effort()
     if fault is not None and fault not in (*get_args(SamplerFault), LOGP_FAULT):
         raise ValueError(f"fault: got {fault!r}; must be one of {', '.join((*get_args(SamplerFault), LOGP_FAULT))}")
@@ -86,7 +86,7 @@ def certify(
         _sampler_part(found, subject, cast("SamplerFault | None", fault), effort, context)
     if fault is None or engine_fault is not None:
         _engine_part(found, subject, effort, context)
-    if fault is None or fault == LOGP_FAULT:
+    if fault is None or fault == LOGP_FAULT or engine_fault is not None:
         learner_part(found, subject, effort, context, shift_logp=fault == LOGP_FAULT)
     if runner == "v2" and on_cpu():
         found.notes.append("V2's kernels ran on the CPU, under Triton's interpreter; a GPU runs them compiled")

@@ -61,7 +61,7 @@ INTERPRETED = Effort(
     num_prompts=4,
     samples_per_prompt=64,
     tokens=8,
-    long_rollouts=8,
+    long_rollouts=16,
     long_tokens=16,
     max_seconds=1200.0,
 )
