@@ -69,7 +69,7 @@ def engine_sampler(setup: Setup) -> CheckOutcome:
     """The engine's workers run a sampler that is not known to be wrong."""
     workers = setup.run(setup.running.rpc("paceline_sampler"))
     setup.runner = workers[0]["runner"]
-    says = f"model runner {setup.runner}, {workers[0]['sampler'].rpartition('.')[2]}"
+    says = f"model runner {setup.runner}, {workers[0]['sampler']}, {workers[0]['scheduling']} scheduling"
     return passed(says) if all(worker["sound"] for worker in workers) else failed(f"{says}, wrong by vLLM issue 55005")
 
 

@@ -27,13 +27,13 @@ def policy(setup: Setup) -> CheckOutcome:
 @check(_PART, needs=(policy,), advice="take tokenizer.json and generation_config.json from the policy's own repository")
 def tokenizer(setup: Setup) -> CheckOutcome:
     """The tokenizer reads back what it wrote, and the policy can end a response."""
-    prompt = setup.prompts[0]
-    ids = list(prompt.token_ids)
-    text = setup.tokenizer.decode(ids)
+    ids = setup.prompts[0].token_ids.tolist()
+    # Special tokens aside: a tokenizer that begins every text with one would add it again.
+    text = setup.tokenizer.decode(ids, skip_special_tokens=True)
     again = setup.tokenizer.encode(text)
     ends = end_tokens(setup.model_path)
-    if list(again) != ids:
-        return failed(f"{len(ids)} tokens become {len(again)} others when they are decoded and encoded again")
+    if setup.tokenizer.decode(again, skip_special_tokens=True) != text:
+        return failed(f"{len(ids)} tokens of a prompt mean another text when they are decoded and encoded again")
     if not ends:
         return failed("no eos_token_id in generation_config.json or config.json: every response would be cut by length")
     return passed(f"{len(ids)} tokens of a prompt there and back, end tokens {ends}")

@@ -35,7 +35,7 @@ def engine_dflash(setup: Setup) -> CheckOutcome:
 
 @check(_PART, needs=_NEEDS, advice=_ADVICE)
 def engine_ngram(setup: Setup) -> CheckOutcome:
-    """An engine with n-gram drafts drafts, and its selector chooses."""
+    """An engine with n-gram drafts drafts."""
     return _engine(setup, "ngram")
 
 
@@ -50,7 +50,8 @@ def _engine(setup: Setup, kind: str) -> CheckOutcome:
         return skipped("this is the drafter of the engine above")
     if kind in LEARNED and setup.drafter(kind) is None:
         return skipped(f"no {kind} drafter was named, and none comes with this policy")
-    engine = setup.start_engine(kind, setup.speculation(kind, hold=kind in LEARNED))
+    # The history drafter always drafts, so with it the selector can be left to choose what is used.
+    engine = setup.start_engine(kind, setup.speculation(kind, hold=kind != "history"))
     try:
         rollouts = setup.generate(1.0)
         if kind in LEARNED:
@@ -60,10 +61,13 @@ def _engine(setup: Setup, kind: str) -> CheckOutcome:
     finally:
         setup.stop_engine()
     found = draft_totals(rollouts)
+    drafted = counted.get("history/num_drafted", found.drafted)
     failures = sum(value for key, value in counted.items() if key in ("selector/failures", "history/failures"))
     lengths = {key.rpartition("k")[2]: steps for key, steps in counted.items() if "/steps_at_k" in key and steps}
     says = f"{found.says}; draft lengths used: {', '.join(sorted(lengths, key=int))}"
-    if failures or not found.drafted:
+    if kind == "history":
+        says = f"{drafted:,.0f} tokens offered, {says}"
+    if failures or not drafted:
         return failed(f"{says}; {failures:.0f} failures of drafter or selector")
     return passed(says)
 

@@ -5,6 +5,7 @@ Everything is found or started when a check first asks for it, so that what is w
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import tempfile
 from collections.abc import Coroutine
@@ -196,6 +197,8 @@ class Setup:
         engine, self.engine = self.engine, None
         if engine is not None:
             self.run(engine.close())
+            del engine
+            gc.collect()  # vLLM's engine is in a circle of references, and complains if it lasts until the process ends
 
     @property
     def running(self) -> VllmEngine:
@@ -228,8 +231,10 @@ class Setup:
 
     def learner_device(self, *, update: bool = False) -> DeviceKind | None:
         """Where the learner has room, beside the engine: a GPU, the host, or nowhere."""
-        needed = self.num_parameters * (BYTES_TO_UPDATE if update else BYTES_TO_SCORE)
-        if any(gpu.free > needed for gpu in gpu_memory()[:1]):
+        needed = 10**9 + self.num_parameters * (BYTES_TO_UPDATE if update else BYTES_TO_SCORE)
+        # Of what an engine leaves it takes half: vLLM refuses to start where it finds less than its own share.
+        share = (1 - self.engine_config.gpu_memory_utilization) / 2
+        if any(min(gpu.free, share * gpu.total) > needed for gpu in gpu_memory()[:1]):
             return "gpu"
         return "cpu" if psutil.virtual_memory().available > needed else None
 

@@ -38,7 +38,7 @@ class WorkerExtension:
         return os.getpid(), engine_core_pid()
 
     def paceline_sampler(self) -> dict[str, Any]:
-        """Model runner and sampler of this worker, and whether the sampler is sound as far as we know.
+        """Model runner, sampler and scheduling of this worker, and whether the sampler is sound as far as we know.
 
         Asked here and not in the owner's process: this is the one that samples. Only V1's sampler has a known fault;
         V2 has another sampler.
@@ -48,6 +48,7 @@ class WorkerExtension:
         return {
             "runner": version,
             "sampler": f"{found.__module__}.{found.__qualname__}",
+            "scheduling": "asynchronous" if worker.scheduler_config.async_scheduling else "synchronous",
             "sound": version == "v2" or sampler_fix.sampler_is_sound(),
         }
 
