@@ -5,7 +5,6 @@ Everything is found or started when a check first asks for it, so that what is w
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import tempfile
 from collections.abc import Coroutine
@@ -197,8 +196,6 @@ class Setup:
         engine, self.engine = self.engine, None
         if engine is not None:
             self.run(engine.close())
-            del engine
-            gc.collect()  # vLLM's engine is in a circle of references, and complains if it lasts until the process ends
 
     @property
     def running(self) -> VllmEngine:
