@@ -115,7 +115,7 @@ def test_as_many_rows_are_sampled_as_are_asked_for() -> None:
     """Interpreted, a row costs a tenth of a second: rounding 600 up to 1,000 would cost minutes."""
     cells = list(examine(quick_sample, reference_draft, num_rows=600, vocabulary=8, kinds=["model-like"], lengths=[2]))
     assert [cell.num_tokens for cell in cells if cell.position == 0] == [600, 600]
-    assert len(cells) == num_cells([2]) / 3
+    assert len(cells) == num_cells(["model-like"], [2])
 
 
 @pytest.mark.parametrize("fault", [None, "residual", "temperature", "stale"])
@@ -129,12 +129,13 @@ def test_effort_for_an_interpreted_sampler_suffices(fault: SamplerFault | None) 
                 reference_draft,
                 num_rows=INTERPRETED.sampler_rows,
                 vocabulary=INTERPRETED.vocabulary,
+                kinds=INTERPRETED.kinds,
                 lengths=INTERPRETED.lengths,
                 seed=seed,
             )
         )
         if fault is None:
-            assert len(cells) == num_cells(INTERPRETED.lengths)
+            assert len(cells) == num_cells(INTERPRETED.kinds, INTERPRETED.lengths)
         assert (worst(cells) > DEVIATIONS) == (fault is not None)
 
 

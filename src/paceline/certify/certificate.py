@@ -133,6 +133,8 @@ def _sampler(cells: Sequence[Mapping[str, Any]]) -> Panel:
     axes = figure.add_subplot()
     for kind, colour in _COLOURS.items():
         mine = [cell for cell in cells if cell["drafts"] == kind]
+        if not mine:
+            continue
         nudge = 0.25 * (list(KINDS).index(kind) - 1)
         x = [cell["position"] + 1 + nudge + 0.03 * (cell["draft_length"] - lengths[len(lengths) // 2]) for cell in mine]
         y = [min(cell["excess"], _EDGE) for cell in mine]

@@ -123,6 +123,7 @@ def _sampler_part(
             sampler.draft,
             num_rows=effort.sampler_rows,
             vocabulary=effort.vocabulary,
+            kinds=effort.kinds,
             lengths=effort.lengths,
             seed=subject.seed,
         ):
@@ -132,7 +133,7 @@ def _sampler_part(
     finally:
         torch.set_num_threads(threads)
     found.add("sampler_tests", len(cells))
-    expected = num_cells(effort.lengths)
+    expected = num_cells(effort.kinds, effort.lengths)
     if len(cells) < expected:
         found.missing.append(
             f"{len(cells)} of {expected} positions of the sampler were tested; the others need more rows"

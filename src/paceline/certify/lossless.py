@@ -121,9 +121,9 @@ class SamplerCell:
         return float(np.sqrt(shift / self.num_tokens))
 
 
-def num_cells(lengths: Sequence[int]) -> int:
+def num_cells(kinds: Sequence[Drafts], lengths: Sequence[int]) -> int:
     """Chi-squares of `examine` when every position is reached often enough."""
-    return len(KINDS) * len(_TEMPERATURES) * sum(length + 1 for length in lengths)
+    return len(kinds) * len(_TEMPERATURES) * sum(length + 1 for length in lengths)
 
 
 def examine(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.certify.lossless import LENGTHS, VOCABULARY
+from paceline.certify.lossless import KINDS, LENGTHS, VOCABULARY, Drafts
 from paceline.config import Config, EngineConfig, LearnedDrafter, SpeculationConfig
 from paceline.files import read_jsonl
 from paceline.measure import Goal
@@ -28,9 +28,10 @@ class Effort:
 
     sampler_rows: int = 20_000
     """Verifications for each case and temperature."""
+    kinds: tuple[Drafts, ...] = KINDS
     lengths: tuple[int, ...] = LENGTHS
     vocabulary: int = VOCABULARY
-    """Draft lengths and number of tokens of the sampler's cases."""
+    """Drafts, their lengths, and number of tokens of the sampler's cases."""
     num_prompts: int = 12
     samples_per_prompt: int = 192
     tokens: int = 32
@@ -56,6 +57,7 @@ QUICK = Effort(
 """Enough to see that everything runs."""
 INTERPRETED = Effort(
     sampler_rows=680,
+    kinds=("one-hot", "adversarial"),
     lengths=(2,),
     vocabulary=6,
     num_prompts=4,
