@@ -18,11 +18,14 @@ MAY_BE_SKIPPED = WITHOUT_GPU | {"torch-companions", "speculation", "engine-eagle
 """On a CPU, without a config: EAGLE-3 is the drafter of the first engine, and FP8 needs AMX."""
 
 
+pytestmark = pytest.mark.timeout(1600)  # five engines, one after another, on a machine that may be busy
+
+
 def run(directory: Path, *words: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, result and what was printed. A process of its own: the learner changes torch's settings."""
     file = directory / "doctor.json"
     command = [sys.executable, "-m", "paceline.cli", "doctor", *words, "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580)  # noqa: PLW1510  asserted by the tests
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)  # noqa: PLW1510  asserted by the tests
     assert file.is_file(), done.stderr[-3000:]
     return done.returncode, json.loads(file.read_text(encoding="utf-8")), done.stdout + done.stderr
 

@@ -104,7 +104,8 @@ def _vllm_settings(subject: Subject) -> Mapping[str, Any]:
 
 # The sampler.
 
-_SAMPLERS = {"v1": rejection_sampler, "v2": rejection_sampler_v2}
+SAMPLERS = {"v1": rejection_sampler, "v2": rejection_sampler_v2}
+"""vLLM's rejection sampler and its drafts, by model runner."""
 
 
 def _sampler_part(
@@ -112,7 +113,7 @@ def _sampler_part(
 ) -> None:
     if subject.runner == "v1" and not subject.without_shim:
         mend_sampler()
-    sampler = _SAMPLERS[subject.runner]
+    sampler = SAMPLERS[subject.runner]
     sample = sampler.rejection_sample if fault is None else plant(sampler.rejection_sample, fault)
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -217,7 +218,7 @@ def _result(found: Findings, subject: Subject, fault: str | None, effort: Effort
         "fault": fault,
         "fault_in_engine": subject.engine_fault is not None,
         "runner": subject.runner,
-        "sampler": _SAMPLERS[subject.runner].SAMPLER,
+        "sampler": SAMPLERS[subject.runner].SAMPLER,
         "without_shim": subject.without_shim,
         "speculative_config": dict(_vllm_settings(subject)),
         "false_positive_rate": FALSE_POSITIVE_RATE,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.certify.engines import SAMPLERS
 from paceline.certify.faults import plant
 from paceline.certify.lossless import DEVIATIONS, examine
 from paceline.doctor.check import CheckOutcome, check, failed, passed, skipped
@@ -14,7 +15,8 @@ from paceline.doctor.inputs import policy, prompts
 from paceline.doctor.machine import vllm
 from paceline.doctor.subject import LEARNED, Setup
 from paceline.drafters.provenance import EVALUATION_FILE, read_evaluation
-from paceline.rollout.internals import rejection_sampler, rejection_sampler_v2
+from paceline.rollout.arguments import engine_args
+from paceline.rollout.internals.model_runner import planned_runner
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.internals.sampler_fix import mend_sampler
 from paceline.rollout.speculation import graph_plan
@@ -75,13 +77,16 @@ def engine_sampler(setup: Setup) -> CheckOutcome:
 
 @check(
     _PART,
-    needs=(vllm,),
+    needs=(vllm, policy),
     advice="do not train with speculation here; paceline certify says more, attach its page to a bug report",
 )
 def sampler(setup: Setup) -> CheckOutcome:
-    """vLLM's rejection sampler draws from the policy's distribution, by chi-square at every position."""
-    mend_sampler()
-    vllm_sampler = rejection_sampler if (setup.runner or ("v1" if on_cpu() else "v2")) == "v1" else rejection_sampler_v2
+    """The rejection sampler of this engine draws from the policy's distribution, by chi-square at every position."""
+    speculation = setup.speculation(setup.kind, hold=True)
+    runner = planned_runner(engine_args(setup.model_path, setup.engine_config, setup.config.run.seed, speculation))
+    if runner == "v1":
+        mend_sampler()
+    vllm_sampler = SAMPLERS[runner]
     sample = vllm_sampler.rejection_sample
     if setup.plant == "sampler":
         sample = plant(sample, "residual")
