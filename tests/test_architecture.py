@@ -28,7 +28,7 @@ ROWS = (
     ("paceline",),
     ("types",),
     ("files", "context", "fp8", "devices"),
-    ("config",),
+    ("config", "assets"),
     ("metrics", "console", "measure"),
     ("selector", "drafters", "weights"),
     ("rollout", "learner"),

@@ -69,6 +69,14 @@ def finish_work(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 faster than float32. A CPU without instructions for it is half as fast at
+    training a drafter in bfloat16."""
+    if device.type != "cpu":
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def collective_backend(device: torch.device) -> Literal["nccl", "gloo"]:
     """torch.distributed's backend for tensors on this device."""
     return "nccl" if device.type == "cuda" else "gloo"

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from contexts import make_context
 from paceline import lab
 from paceline.lab.arena import policy as arena
+from paceline.lab.arena import rebuild
 from paceline.lab.arena.growth import grow
 from paceline.lab.arena.shape import Shape
 from paceline.lab.arena.task import ANSWER_MARK, demonstration, heldout, problems, reward, solution
@@ -23,20 +24,19 @@ from paceline.sessions.workloads import resolve_policy
 
 lab.register()
 
-MINUTE = arena.TrainedRecipe(
+MINUTE = rebuild.Recipe(
     shape=Shape(hidden_size=64, num_layers=2, intermediate_size=96, num_heads=2, num_kv_heads=1, head_dim=32),
     schedule=PolicySchedule(
         num_steps=6, tokens_per_step=512, matrix_lr=0.02, other_lr=0.004, careless_share=0.25, warmup_steps=1
     ),
+    drafters={},
 )
 
 
 @pytest.fixture(scope="module")
 def minute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy of a few steps' training, built in a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(arena.RECIPES, "minute", MINUTE)
-        return arena.build("minute", make_context(tmp_path_factory.mktemp("cache")))
+    return rebuild.write_policy(MINUTE, tmp_path_factory.mktemp("policies") / "minute", make_context())
 
 
 def test_careless_demonstrations_are_wrong_about_as_often_as_asked_and_well_formed():
@@ -131,22 +131,8 @@ def test_lengths_have_the_promised_tail():
     assert max(len(ids) for ids in tokenizer([problem.prompt for problem in chosen])["input_ids"]) <= 120
 
 
-def test_recipe_key_changes_with_any_field():
-    changed = [
-        replace(MINUTE, task_version=MINUTE.task_version + 1),
-        replace(MINUTE, shape=replace(MINUTE.shape, num_layers=3)),
-        replace(MINUTE, schedule=replace(MINUTE.schedule, seed=1)),
-        arena.GrownRecipe(source_name="minute", source=MINUTE, shape=MINUTE.shape),
-        arena.GrownRecipe(source_name="minute", source=replace(MINUTE, task_version=9), shape=MINUTE.shape),
-    ]
-    keys = [arena.recipe_key(recipe) for recipe in (MINUTE, *changed)]
-    assert len(set(keys)) == len(keys)
-    assert arena.recipe_key(replace(MINUTE)) == keys[0]
-
-
-def test_training_repeats_bit_for_bit(minute: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(arena.RECIPES, "minute", MINUTE)
-    again = arena.build("minute", make_context(tmp_path))
+def test_training_repeats_bit_for_bit(minute: Path, tmp_path: Path):
+    again = rebuild.write_policy(MINUTE, tmp_path / "again", make_context())
     ours, theirs = (load_file(path / "model.safetensors") for path in (minute, again))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -157,36 +143,53 @@ def test_checkpoint_says_where_to_stop_and_samples_without_truncation(minute: Pa
     assert (generation.do_sample, generation.top_k, generation.top_p) == (True, 0, 1.0)
 
 
-def test_damaged_cache_is_noticed_and_built_again(minute: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(arena.RECIPES, "minute", MINUTE)
+@pytest.fixture
+def grown(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a policy that is grown from arena:tiny in a moment."""
+    shape = Shape(hidden_size=160, num_layers=2, intermediate_size=384, num_heads=2, num_kv_heads=1)
+    monkeypatch.setitem(arena.GROWN, "wider", arena.Grown(source="tiny", shape=shape))
+    return "wider"
+
+
+def test_damaged_cache_is_noticed_and_built_again(grown: str, tmp_path: Path):
     lines: list[str] = []
-    context = make_context(minute.parent.parent, lines.append)
-    assert resolve_policy("arena:minute", context) == minute
+    context = make_context(tmp_path, lines.append)
+    built = resolve_policy(f"arena:{grown}", context)
+    assert lines.pop() == "arena:wider: growing arena:tiny"
+    assert resolve_policy(f"arena:{grown}", context) == built
     assert lines == []  # found, not built
-    weights = minute / "model.safetensors"
+    weights = built / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert resolve_policy("arena:minute", context) == minute
+    assert resolve_policy(f"arena:{grown}", context) == built
     assert "damaged" in lines[0]
-    assert weights.read_bytes() == whole
+    assert weights.read_bytes()[:-1] == whole[:-1]
 
 
-def test_interrupted_build_leaves_no_policy_and_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(arena.RECIPES, "minute", MINUTE)
-
-    def interrupt(line: str) -> None:
+def test_interrupted_build_leaves_no_policy_and_is_cleared(grown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        arena.build("minute", make_context(tmp_path, interrupt))
-    left = tmp_path / "arena" / f"minute-{arena.recipe_key(MINUTE)}"
+    left = arena.cached(grown, make_context(tmp_path))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(arena, "grow", interrupt)
+        arena.find(grown, make_context(tmp_path))
     assert not left.exists()
     stale = left.with_name(f".{left.name}.0123abcd.partial")
     stale.mkdir(exist_ok=True)
     (stale / "model.safetensors").write_bytes(b"half")
-    built = arena.build("minute", make_context(tmp_path))
-    assert AutoModelForCausalLM.from_pretrained(built).config.hidden_size == 64
+    built = arena.find(grown, make_context(tmp_path))
+    assert AutoModelForCausalLM.from_pretrained(built).config.hidden_size == 160
     assert not stale.exists()
+
+
+def test_policy_grown_from_another_source_is_another_place(grown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A policy found that was grown from an older source would disagree with its drafter, and nobody would know why."""
+    context = make_context(tmp_path)
+    places = {arena.cached(grown, context), arena.cached(grown, context, drafter="eagle3")}
+    monkeypatch.setitem(arena.GROWN, grown, replace(arena.GROWN[grown], source="small"))
+    places |= {arena.cached(grown, context), arena.cached(grown, context, drafter="eagle3")}
+    assert len(places) == 4
 
 
 def test_unknown_names_and_paths_are_refused_with_the_choices(tmp_path: Path):
@@ -197,32 +200,20 @@ def test_unknown_names_and_paths_are_refused_with_the_choices(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("hidden_size", "num_layers", "intermediate_size", "num_heads", "num_kv_heads"),
-    [(256, 6, 512, 8, 4), (96, 3, 96, 6, 2), (64, 2, 96, 2, 1)],
+    "shape",
+    [
+        replace(MINUTE.shape, hidden_size=256, num_layers=6, intermediate_size=512, num_heads=8, num_kv_heads=4),
+        replace(MINUTE.shape, hidden_size=96, num_layers=3, num_heads=6, num_kv_heads=2),
+        MINUTE.shape,
+    ],
     ids=["all-wider", "larger-groups", "unchanged"],
 )
-def test_grown_policy_is_the_same_function(
-    minute: Path,
-    tmp_path: Path,
-    hidden_size: int,
-    num_layers: int,
-    intermediate_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-):
-    grow(
-        minute,
-        tmp_path / "grown",
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        intermediate_size=intermediate_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-    )
+def test_grown_policy_is_the_same_function(minute: Path, tmp_path: Path, shape: Shape):
+    grow(minute, tmp_path / "grown", shape)
     small, grown = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (minute, tmp_path / "grown")
     )
-    assert (grown.config.hidden_size, len(grown.model.layers)) == (hidden_size, num_layers)
+    assert (grown.config.hidden_size, len(grown.model.layers)) == (shape.hidden_size, shape.num_layers)
     text = "".join(problem.prompt for problem in heldout(5))
     ids = torch.tensor([make_tokenizer().encode(text)])
     with torch.no_grad():
@@ -233,10 +224,6 @@ def test_grown_policy_is_the_same_function(
 
 def test_growth_refuses_to_shrink(minute: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"intermediate_size: got 32; must be at least 96"):
-        grow(
-            minute, tmp_path / "grown", hidden_size=64, num_layers=2, intermediate_size=32, num_heads=2, num_kv_heads=1
-        )
+        grow(minute, tmp_path / "grown", replace(MINUTE.shape, intermediate_size=32))
     with pytest.raises(ValueError, match=r"num_heads: got 3"):
-        grow(
-            minute, tmp_path / "grown", hidden_size=64, num_layers=2, intermediate_size=96, num_heads=3, num_kv_heads=2
-        )
+        grow(minute, tmp_path / "grown", replace(MINUTE.shape, num_heads=3, num_kv_heads=2))

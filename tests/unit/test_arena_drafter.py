@@ -9,14 +9,14 @@ import pytest
 
 from contexts import make_context
 from drafter_cases import HIDDEN, make_drafter, policy_config
-from paceline import lab
+from paceline import assets, lab
 from paceline.cli.common import LEARNED
 from paceline.drafters.checkpoint import preflight, save
 from paceline.drafters.kinds import KINDS
+from paceline.drafters.provenance import Provenance
 from paceline.drafters.trainer import Evaluation
 from paceline.lab.arena import drafter as arena
-from paceline.lab.arena import policy
-from paceline.sessions.draft import WarmStart, default_taps
+from paceline.sessions.draft import default_taps
 from paceline.sessions.workloads import resolve_drafter
 
 lab.register()
@@ -27,23 +27,13 @@ def test_a_path_is_taken_as_it_is() -> None:
 
 
 def test_every_kind_can_be_chosen_trained_and_found() -> None:
-    """A kind that the command offers and the arena has no recipe for would fail after the policy was built."""
-    assert set(LEARNED) == set(KINDS) == set(arena.RECIPES) == set(arena._LABELS)
+    """A kind that the command offers and the arena has no drafter of would fail at `speculation.drafter.path=arena`."""
+    assert set(LEARNED) == set(KINDS) == set(assets.DRAFTERS)
 
 
 def test_arena_is_refused_for_a_policy_without_a_drafter_of_its_own() -> None:
     with pytest.raises(ValueError, match="only arena policies have a drafter"):
         resolve_drafter("arena", "my/model", make_context())
-
-
-def test_another_recipe_of_policy_or_drafter_is_another_place() -> None:
-    """A drafter found for a policy that it was not trained on would be accepted hardly ever, and nobody would know
-    why."""
-    small, tiny = policy.RECIPES["small"], policy.RECIPES["tiny"]
-    longer = WarmStart(train_tokens=2_000_000, rollout_tokens=400_000)
-    usual = arena.RECIPES["eagle3"]["small"]
-    keys = {arena._key(small, usual), arena._key(tiny, usual), arena._key(small, longer)}
-    assert len(keys) == 3
 
 
 @pytest.mark.parametrize(
@@ -57,6 +47,7 @@ def test_taps_of_a_grown_policy_are_where_growth_has_put_their_layers(kind: str,
     save(make_drafter(kind), tmp_path / "source")
     evaluation = Evaluation(overlap=(0.9, 0.8), divergence=(0.1, 0.2), accepted_length=(1.9, 2.6), num_tokens=7)
     arena.write_evaluation(tmp_path / "source", evaluation)
+    arena.write_provenance(tmp_path / "source", Provenance(policy="a", data="b", start="c", num_tokens=1, seed=0))
     arena._widen(tmp_path / "source", tmp_path / "drafter", policy_path=large, policy="arena:large")
     config = json.loads((tmp_path / "drafter" / "config.json").read_text())
     # After the first, the third and the fourth original layer; tap i is what layer i - 1 puts out.

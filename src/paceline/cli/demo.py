@@ -1,4 +1,4 @@
-"""`paceline demo`: build the arena policy, train it, write the report."""
+"""`paceline demo`: train the arena policy, write the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.context import Context
 def add_to(commands: Commands) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "demo",
-        help="build the arena policy, train it, write the report",
+        help="train the arena policy, write the report",
         description="From an installed package to an RL-trained policy and its report, on two CPU cores in under 15 "
         "minutes.",
     )

@@ -23,7 +23,7 @@ def add_to(commands: Commands) -> None:
         "  accepted length   tokens per verification that this makes at each draft length; what speculation can gain "
         "at most",
         epilog="examples:\n"
-        "  paceline draft train arena:small                      into the cache, where drafter path `arena` finds it\n"
+        "  paceline draft train arena:small --out drafter\n"
         "  paceline draft train MODEL --data prompts.jsonl --out drafter --kind dflash\n"
         "  paceline train config.toml speculation.drafter.kind=dflash speculation.drafter.path=drafter",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -32,49 +32,42 @@ def add_to(commands: Commands) -> None:
     add("model", metavar="MODEL", help="arena:tiny, arena:small, arena:large, or a checkpoint directory")
     kinds = "eagle3: a pass for each token, accepts more; dflash: all tokens in one pass (%(default)s)"
     add("--kind", choices=LEARNED, default="eagle3", help=kinds)
-    out = "where to write the drafter; without it an arena policy's is cached"
-    add("--out", type=Path, metavar="DIR", help=out)
-    add("--tokens", type=int, default=1_300_000, metavar="N", help="tokens to train on (%(default)s); needs --out")
+    add("--out", type=Path, required=True, metavar="DIR", help="where to write the drafter; must not exist")
+    add(
+        "--tokens",
+        type=int,
+        default=1_300_000,
+        metavar="N",
+        help="most tokens to train on (%(default)s), fewer once it stops gaining",
+    )
     add("--data", type=Path, metavar="FILE", help="JSONL file with prompts; not needed for arena policies")
     add("--prompt-key", default="prompt", metavar="KEY", help="field of FILE that holds the prompt (%(default)s)")
     train.set_defaults(command=_train)
 
 
 def _train(options: argparse.Namespace, context: Context) -> int:
-    from paceline.drafters.provenance import read_evaluation
     from paceline.sessions import draft, workloads
     from paceline.sessions.train import load_tokenizer
 
     register_lab()
     named = workloads.split(options.model)
     workload = None if named is None else workloads.find(named[0], key="MODEL", got=options.model)
-    if options.out is None and named is not None and workload is not None:
-        directory = workload.drafter(named[1], options.kind, context)
-        evaluation = read_evaluation(directory)
-    elif options.out is None or (workload is None and options.data is None):
-        raise ValueError(
-            "draft train: got no --out or no --data; must have both because only arena policies bring prompts"
-        )
+    if workload is None and options.data is None:
+        raise ValueError("--data: got none; must be a file of prompts because only arena policies bring their own")
+    model_path = workloads.resolve_policy(options.model, context)
+    tokenizer = load_tokenizer(model_path)
+    if workload is not None and options.data is None:
+        prompts, data = workload.drafter_prompts(tokenizer), workload.drafter_data
     else:
-        directory, model_path = options.out, workloads.resolve_policy(options.model, context)
-        tokenizer = load_tokenizer(model_path)
-        if workload is not None and options.data is None:
-            prompts, data = workload.drafter_prompts(tokenizer), workload.drafter_data
-        else:
-            prompts, data = draft.read_prompts(options.data, options.prompt_key, tokenizer), options.data.name
-        recipe = draft.WarmStart(train_tokens=options.tokens, rollout_tokens=options.tokens // 3)
-        evaluation = draft.train_drafter(
-            options.kind,
-            model_path,
-            prompts,
-            directory,
-            recipe,
-            policy=options.model,
-            data=data,
-            context=context,
-        )
+        prompts, data = draft.read_prompts(options.data, options.prompt_key, tokenizer), options.data.name
+    recipe = draft.WarmStart(
+        train_tokens=options.tokens // 2, most_tokens=options.tokens, rollout_tokens=options.tokens // 3
+    )
+    evaluation = draft.train_drafter(
+        options.kind, model_path, prompts, options.out, recipe, policy=options.model, data=data, context=context
+    )
     print("draft position / length  " + "".join(f"{k:8}" for k in range(1, len(evaluation.overlap) + 1)))
     print("overlap                  " + "".join(f"{value:8.3f}" for value in evaluation.overlap))
     print("accepted length          " + "".join(f"{value:8.2f}" for value in evaluation.accepted_length))
-    print(f"{directory}")
+    print(options.out)
     return 0

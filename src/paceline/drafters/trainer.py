@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.devices import computes_bfloat16
 from paceline.drafters.kinds import guess
 from paceline.drafters.packing import Document, make_pack
 from paceline.types import Floats
@@ -66,8 +67,12 @@ class Schedule:
     """Peak learning rate of AdamW, used for embeddings, output head and norms."""
     warmup_steps: int = 20
     max_grad_norm: float = 1.0
+    is_new: bool = True
+    """Whether the drafter starts from random weights: then drafts are unrolled further and further, and the loss turns
+    to overlap half-way. Only for training with a known end."""
     autocast: bool = True
-    """Forward and backward pass in bfloat16; weights, optimizer and target distribution stay in float32."""
+    """Forward and backward pass in bfloat16 where the device computes in it; weights, optimizer and target distribution
+    stay in float32."""
 
     def lr_factor(self, step: int) -> float:
         warmup = min(1.0, (step + 1) / self.warmup_steps)
@@ -75,7 +80,7 @@ class Schedule:
 
     def unrolled(self, step: int) -> int:
         """Steps to unroll at this optimizer step: 2, then 4, then all."""
-        if self.num_steps is None or step >= self.num_steps / 2:
+        if self.num_steps is None or self._is_mature(step, self.num_steps):
             return self.draft_length
         return min(self.draft_length, 2 if step < self.num_steps / 5 else 4)
 
@@ -84,7 +89,10 @@ class Schedule:
         known end."""
         if self.num_steps is None:
             return 0.5
-        return 0.95 if step >= self.num_steps / 2 else 0.0
+        return 0.95 if self._is_mature(step, self.num_steps) else 0.0
+
+    def _is_mature(self, step: int, num_steps: int) -> bool:
+        return not self.is_new or step >= num_steps / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,6 +129,7 @@ class DrafterTrainer:
         self.num_skipped = 0
         """Steps whose gradient was not finite; they change nothing."""
         self._head_VD = head_VD.detach().float()
+        self._autocast = schedule.autocast and computes_bfloat16(head_VD.device)
         self._queue: deque[_MicroBatch] = deque()
         self._planned_steps = 0
         self._optimizers = _make_optimizers(drafter, schedule)
@@ -218,7 +227,7 @@ class DrafterTrainer:
 
     def _accumulate(self, batch: _MicroBatch) -> None:
         pack = make_pack(batch.documents, self._head_VD.device)
-        with torch.autocast(self._head_VD.device.type, torch.bfloat16, enabled=self.schedule.autocast):
+        with torch.autocast(self._head_VD.device.type, torch.bfloat16, enabled=self._autocast):
             guesses = guess(self.drafter, pack, self._head_VD, batch.unrolled, overlap_share=batch.overlap_share)
         (guesses.loss / batch.num_guesses).backward()
         num_tokens = sum(len(document.token_ids) for document in batch.documents)

@@ -1,81 +1,38 @@
-"""The drafters that belong to the arena's policies: trained once on their rollouts, kept in the cache beside them.
+"""The drafters that belong to the arena's policies.
 
-arena:tiny, arena:small     trained by `sessions/draft.py`
+arena:tiny, arena:small     come with the package (`paceline.assets`)
 arena:large                 arena:small's, widened: the grown policy has the same hidden states, padded with zeros
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
+from paceline import assets
 from paceline.context import Context
 from paceline.drafters.checkpoint import widen
-from paceline.drafters.provenance import (
-    PROVENANCE_FILE,
-    read_evaluation,
-    read_provenance,
-    write_evaluation,
-    write_provenance,
-)
-from paceline.files import sha256_of
+from paceline.drafters.provenance import read_evaluation, read_provenance, write_evaluation, write_provenance
 from paceline.lab.arena import policy
 from paceline.lab.arena.cache import build_once
 from paceline.lab.arena.growth import GROWTH_FILE
-from paceline.lab.arena.prompts import DRAFTER_DATA, drafter_prompts
-from paceline.sessions.draft import WarmStart, default_taps, train_drafter
-
-_LABELS = {"eagle3": "drafter", "dflash": "dflash"}
-"""In the names of cached drafters, by kind."""
-
-RECIPES = {
-    "eagle3": {
-        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000, version=2),
-        "small": WarmStart(train_tokens=700_000, rollout_tokens=350_000),
-    },
-    # A token costs about twice as much to train on as with EAGLE-3: the layers are two.
-    "dflash": {
-        "tiny": WarmStart(train_tokens=150_000, rollout_tokens=50_000, version=2),
-        "small": WarmStart(train_tokens=350_000, rollout_tokens=200_000),
-    },
-}
+from paceline.sessions.draft import default_taps
 
 
-def build_drafter(name: str, context: Context, *, kind: str = "eagle3") -> Path:
-    """Return the cached drafter of this kind for the arena policy `name`, trained first when it is missing or
+def find(policy_name: str, kind: str, context: Context) -> Path:
+    """Return the directory of the policy's drafter of this kind; a grown policy's is made first when it is missing or
     damaged."""
-    model_path = policy.build(name, context)
-    recipe = policy.RECIPES[name]
-    source_name = recipe.source_name if isinstance(recipe, policy.GrownRecipe) else None
-    warm_start = RECIPES[kind][source_name or name]
-    directory = context.cache_root / "arena" / f"{name}-{_LABELS[kind]}-{_key(recipe, warm_start)}"
-    label = f"{kind} drafter of arena:{name}"
+    policy_path = policy.find(policy_name, context)
+    if policy_name in assets.POLICIES:
+        return assets.drafter(policy_name, kind)
+    source = assets.drafter(policy.GROWN[policy_name].source, kind)
 
     def write(directory: Path) -> None:
-        if source_name is None:
-            train_drafter(
-                kind,
-                model_path,
-                drafter_prompts(AutoTokenizer.from_pretrained(model_path)),
-                directory,
-                warm_start,
-                policy=f"arena:{name}",
-                data=DRAFTER_DATA,
-                context=context.labelled(label),
-            )
-        else:
-            source = build_drafter(source_name, context, kind=kind)
-            _widen(source, directory, policy_path=model_path, policy=f"arena:{name}")
+        _widen(source, directory, policy_path=policy_path, policy=f"arena:{policy_name}")
 
-    return build_once(directory, write, name=label, context=context)
-
-
-def _key(recipe: policy.Recipe, warm_start: WarmStart) -> str:
-    text = json.dumps([asdict(recipe), asdict(warm_start)], sort_keys=True)
-    return sha256_of([text.encode()])[:12]
+    name = f"{kind} drafter of arena:{policy_name}"
+    return build_once(policy.cached(policy_name, context, drafter=kind), write, name=name, context=context)
 
 
 def _widen(source: Path, directory: Path, *, policy_path: Path, policy: str) -> None:
@@ -85,9 +42,7 @@ def _widen(source: Path, directory: Path, *, policy_path: Path, policy: str) -> 
 
     def notes(partial: Path) -> None:
         write_evaluation(partial, read_evaluation(source))
-        if (source / PROVENANCE_FILE).is_file():
-            known = read_provenance(source)
-            start = f"{known.start}; widened from {known.policy}"
-            write_provenance(partial, replace(known, policy=policy, start=start))
+        known = read_provenance(source)
+        write_provenance(partial, replace(known, policy=policy, start=f"{known.start}; widened from {known.policy}"))
 
     widen(source, directory, policy_path=policy_path, taps=taps, notes=notes)

@@ -70,28 +70,10 @@ class _Plan:
         return math.sqrt(self.source.hidden_size / self.target.hidden_size)
 
 
-def grow(
-    source_dir: Path,
-    target_dir: Path,
-    *,
-    hidden_size: int,
-    num_layers: int,
-    intermediate_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    dtype: torch.dtype = torch.float32,
-) -> None:
+def grow(source_dir: Path, target_dir: Path, target: Shape, *, dtype: torch.dtype = torch.float32) -> None:
     """Write a grown copy of a Qwen3 checkpoint; `growth.json` beside it says where the source's layers sit."""
     config = Qwen3Config.from_pretrained(source_dir)
     source = shape_of(config)
-    target = Shape(
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        intermediate_size=intermediate_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=source.head_dim,
-    )
     _check(source, target)
     plan = _Plan(source=source, target=target)
     weights = _grow_weights(load_file(source_dir / "model.safetensors"), plan)

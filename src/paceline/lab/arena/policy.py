@@ -1,10 +1,11 @@
-"""The arena's policies: recipes, and the cache that keeps what was built from them.
+"""The arena's policies, by name.
 
-    tiny    0.4 M parameters, the quickest to build: for tests
-    small   3 M parameters, built in minutes: what RL trains in the demo and in the benches
+    tiny    0.4 M parameters: for tests
+    small   3 M parameters: what RL trains in the demo and in the benches
     large   small, grown to 350 M parameters: the same function at a large model's cost
 
-A policy lives in `<cache root>/arena/<name>-<hash of its recipe>`, so a changed recipe can never find an older policy.
+The first two come with the package (`paceline.assets`). A grown policy is made from them in seconds and cached in
+`<cache root>/arena/<name>-<hash of its shape and its source>`, so another source never finds an older policy.
 """
 
 from __future__ import annotations
@@ -14,112 +15,57 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig
 
+from paceline import assets
 from paceline.context import Context
-from paceline.files import atomic_directory, sha256_of, write_checksums
+from paceline.files import CHECKSUM_FILE, atomic_directory, sha256_of, write_checksums
 from paceline.lab.arena.cache import build_once
 from paceline.lab.arena.growth import grow
 from paceline.lab.arena.shape import Shape
-from paceline.lab.arena.task import TASK_VERSION
-from paceline.lab.arena.tokenizer import make_tokenizer
-from paceline.lab.arena.training import PolicySchedule, train_policy
-
-RECIPE_FILE = "recipe.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedRecipe:
-    """Everything that determines a policy trained from scratch."""
+class Grown:
+    """A policy grown from one that comes with the package. Stored in bfloat16, the precision in which a model of that
+    size is served."""
 
-    shape: Shape
-    schedule: PolicySchedule
-    task_version: int = TASK_VERSION
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrownRecipe:
-    """Everything that determines a grown policy. Stored in bfloat16, the precision in which a model of that size is
-    served."""
-
-    source_name: str
-    source: TrainedRecipe
+    source: str
     shape: Shape
 
 
-Recipe = TrainedRecipe | GrownRecipe
-
-_SMALL = TrainedRecipe(
-    shape=Shape(hidden_size=256, num_layers=4, intermediate_size=768, num_heads=4, num_kv_heads=2),
-    schedule=PolicySchedule(num_steps=300, tokens_per_step=4096, matrix_lr=0.02, other_lr=0.003, careless_share=0.25),
-)
-RECIPES: dict[str, Recipe] = {
-    "tiny": TrainedRecipe(
-        shape=Shape(hidden_size=128, num_layers=2, intermediate_size=384, num_heads=2, num_kv_heads=1),
-        schedule=PolicySchedule(
-            num_steps=270, tokens_per_step=4096, matrix_lr=0.02, other_lr=0.004, careless_share=0.25
-        ),
-    ),
-    "small": _SMALL,
-    "large": GrownRecipe(
-        source_name="small",
-        source=_SMALL,
+GROWN = {
+    "large": Grown(
+        source="small",
         shape=Shape(hidden_size=1024, num_layers=28, intermediate_size=3072, num_heads=16, num_kv_heads=8),
-    ),
+    )
 }
+NAMES = (*assets.POLICIES, *GROWN)
 
 
-def recipe_key(recipe: Recipe) -> str:
-    """Twelve hexadecimal digits that change with any field of the recipe."""
-    return sha256_of([json.dumps(asdict(recipe), sort_keys=True).encode()])[:12]
-
-
-def build(name: str, context: Context) -> Path:
-    """Return the cached policy of this name, built first when it is missing or damaged."""
-    if name not in RECIPES:
+def find(name: str, context: Context) -> Path:
+    """Return the directory of the policy of this name; a grown one is made first when it is missing or damaged."""
+    if name in assets.POLICIES:
+        return assets.policy(name)
+    if name not in GROWN:
         raise ValueError(
-            f"policy.model: got arena:{name}; must be one of " + ", ".join(f"arena:{known}" for known in RECIPES)
+            f"policy.model: got arena:{name}; must be one of " + ", ".join(f"arena:{known}" for known in NAMES)
         )
-    recipe = RECIPES[name]
-    directory = context.cache_root / "arena" / f"{name}-{recipe_key(recipe)}"
+    grown = GROWN[name]
+    source = assets.policy(grown.source)
 
     def write(directory: Path) -> None:
+        context.progress(f"arena:{name}: growing arena:{grown.source}")
         with atomic_directory(directory) as partial:
-            _write(recipe, partial, context.labelled(f"arena:{name}"))
+            grow(source, partial, grown.shape, dtype=torch.bfloat16)
+            write_checksums(partial)
 
-    return build_once(directory, write, name=f"arena:{name}", context=context)
-
-
-def _write(recipe: Recipe, directory: Path, context: Context) -> None:
-    if isinstance(recipe, TrainedRecipe):
-        _write_trained(recipe, directory, context)
-    else:
-        source = build(recipe.source_name, context)
-        context.progress(f"growing arena:{recipe.source_name}")
-        grow(
-            source,
-            directory,
-            hidden_size=recipe.shape.hidden_size,
-            num_layers=recipe.shape.num_layers,
-            intermediate_size=recipe.shape.intermediate_size,
-            num_heads=recipe.shape.num_heads,
-            num_kv_heads=recipe.shape.num_kv_heads,
-            dtype=torch.bfloat16,
-        )
-    (directory / RECIPE_FILE).write_text(json.dumps(asdict(recipe), indent=2) + "\n", encoding="utf-8")
-    write_checksums(directory)
+    return build_once(cached(name, context), write, name=f"arena:{name}", context=context)
 
 
-def _write_trained(recipe: TrainedRecipe, directory: Path, context: Context) -> None:
-    tokenizer = make_tokenizer()
-    policy = train_policy(recipe.shape, recipe.schedule, tokenizer, context)
-    # Stated in full, so that no default of transformers can truncate the distribution of the policy.
-    policy.generation_config = GenerationConfig(
-        eos_token_id=policy.config.eos_token_id,
-        pad_token_id=policy.config.pad_token_id,
-        do_sample=True,
-        top_k=0,
-        top_p=1.0,
-    )
-    policy.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+def cached(name: str, context: Context, *, drafter: str | None = None) -> Path:
+    """Return the cache's directory of a grown policy, or of its drafter of this kind."""
+    grown = GROWN[name]
+    source = assets.policy(grown.source) if drafter is None else assets.drafter(grown.source, drafter)
+    parts = (json.dumps(asdict(grown), sort_keys=True).encode(), (source / CHECKSUM_FILE).read_bytes())
+    label = name if drafter is None else f"{name}-{drafter}"
+    return context.cache_root / "arena" / f"{label}-{sha256_of(parts)[:12]}"

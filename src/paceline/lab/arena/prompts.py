@@ -27,6 +27,6 @@ def arena_task(tokenizer: Tokenizer, *, seed: int, num_heldout: int) -> Task:
     )
 
 
-def drafter_prompts(tokenizer: Tokenizer) -> Iterator[Prompt]:
+def drafter_prompts(tokenizer: Tokenizer, *, seed: int = 0) -> Iterator[Prompt]:
     """Yield problems to sample a drafter's rollouts from."""
-    return arena_task(tokenizer, seed=_DRAFTER_SEED, num_heldout=0).prompts
+    return arena_task(tokenizer, seed=_DRAFTER_SEED + seed, num_heldout=0).prompts

@@ -12,7 +12,7 @@ from paceline.types import Prompt, Tokenizer
 
 
 class ArenaWorkload:
-    """A `sessions.workloads.Workload`; imports torch and transformers only when something has to be built."""
+    """A `sessions.workloads.Workload`; imports torch and transformers only when a policy or drafter is asked for."""
 
     drafter_data = DRAFTER_DATA
 
@@ -20,17 +20,17 @@ class ArenaWorkload:
     def policy_names(self) -> tuple[str, ...]:
         from paceline.lab.arena import policy
 
-        return tuple(policy.RECIPES)
+        return policy.NAMES
 
     def policy(self, name: str, context: Context) -> Path:
         from paceline.lab.arena import policy
 
-        return policy.build(name, context)
+        return policy.find(name, context)
 
     def drafter(self, policy_name: str, kind: str, context: Context) -> Path:
         from paceline.lab.arena import drafter
 
-        return drafter.build_drafter(policy_name, context, kind=kind)
+        return drafter.find(policy_name, kind, context)
 
     def drafter_prompts(self, tokenizer: Tokenizer) -> Iterator[Prompt]:
         return drafter_prompts(tokenizer)

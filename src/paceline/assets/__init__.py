@@ -1,0 +1,41 @@
+"""Checkpoints that come with the package, so that `paceline doctor`, the demo, benches and tests need no training.
+
+    policy("small")              a policy of the arena, trained on its task: 3 M parameters
+    policy("tiny")               the same with 0.4 M parameters
+    drafter("small", "eagle3")   a drafter for it: eagle3 or dflash
+    COSTS                        step times of the arena's large policy, as `paceline bench costs` writes them
+
+Weights are in bfloat16, and the drafters were trained on policies rounded to it. CARD.md says how good the drafters
+are; `paceline arena rebuild` makes everything anew.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from paceline.files import verify_checksums
+
+ROOT = Path(__file__).parent
+POLICIES = ("tiny", "small")
+DRAFTERS = ("eagle3", "dflash")
+COSTS = ROOT / "costs.json"
+
+
+def policy(name: str) -> Path:
+    """Return the directory of a policy whose files have been compared with their checksums."""
+    return _verified(ROOT / name)
+
+
+def drafter(policy_name: str, kind: str) -> Path:
+    """Return the directory of a policy's drafter whose files have been compared with their checksums."""
+    return _verified(ROOT / f"{policy_name}-{kind}")
+
+
+@cache
+def _verified(directory: Path) -> Path:
+    if not verify_checksums(directory):
+        raise ValueError(
+            f"{directory} has no checksums; install the package again, or make it by `paceline arena rebuild`"
+        )
+    return directory
