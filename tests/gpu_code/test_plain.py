@@ -20,7 +20,12 @@ def test_engine_runs_the_v2_runner_and_its_sampler(plain: DrivenEngine) -> None:
     assert planned_runner(engine_args(plain.path, V2_CONFIG, 0)) == "v2"
     assert plain.async_scheduling
     (worker,) = plain.rpc("paceline_sampler")
-    assert worker == {"runner": "v2", "sampler": "vllm.v1.worker.gpu.sample.sampler.Sampler", "sound": True}
+    assert worker == {
+        "runner": "v2",
+        "sampler": "vllm.v1.worker.gpu.sample.sampler.Sampler",
+        "scheduling": "asynchronous",
+        "sound": True,
+    }
 
 
 def test_logp_is_that_of_transformers(plain: DrivenEngine) -> None:
