@@ -3,7 +3,6 @@
     policy("small")              a policy of the arena, trained on its task: 3 M parameters
     policy("tiny")               the same with 0.4 M parameters
     drafter("small", "eagle3")   a drafter for it: eagle3 or dflash
-    COSTS                        step times of the arena's large policy, as `paceline bench costs` writes them
 
 Weights are in bfloat16, and the drafters were trained on policies rounded to it. CARD.md says how good the drafters
 are; `paceline arena rebuild` makes everything anew.
@@ -19,7 +18,6 @@ from paceline.files import verify_checksums
 ROOT = Path(__file__).parent
 POLICIES = ("tiny", "small")
 DRAFTERS = ("eagle3", "dflash")
-COSTS = ROOT / "costs.json"
 
 
 def policy(name: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from paceline.assets import POLICIES
 from paceline.cli.common import Commands, require_lab
 from paceline.context import Context
 
@@ -27,7 +28,7 @@ def add_to(commands: Commands) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="where to write them")
     add(
         "--policy",
-        choices=("tiny", "small"),
+        choices=POLICIES,
         action="append",
         help="only this policy and its drafters; may be repeated",
     )

@@ -110,7 +110,7 @@ def check_costs(config: Config, model_path: Path) -> None:
 
 
 def with_drafter(config: Config, context: Context) -> Config:
-    """Return the config with the path of its drafter; a workload's drafter is trained first when it is missing."""
+    """Return the config with the path of its drafter; a workload's drafter is made first when it is missing."""
     speculation = config.speculation
     if speculation is None or not isinstance(speculation.drafter, EagleDrafter | ParallelDrafter):
         return config

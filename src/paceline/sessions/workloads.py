@@ -38,7 +38,7 @@ class Workload(Protocol):
         ...
 
     def drafter(self, policy_name: str, kind: str, context: Context) -> Path:
-        """Return the directory of the policy's drafter of this kind, and train it first when it is missing."""
+        """Return the directory of the policy's drafter of this kind, and make it first when it is missing."""
         ...
 
     def drafter_prompts(self, tokenizer: Tokenizer) -> Iterator[Prompt]:
