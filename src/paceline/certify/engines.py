@@ -203,7 +203,7 @@ def _padded(rollouts: Sequence[Rollout], tokens: int) -> Tokens:
 
 def _result(found: Findings, subject: Subject, fault: str | None, effort: Effort) -> Result:
     if fault is not None:
-        found.missing.append(f"only the parts in which {fault!r} is planted were run")
+        found.missing.append(f"{fault!r} is planted; without it the verdict counts")
     met = Result(
         name="", figures=found.figures, spread=dict.fromkeys(found.figures, 0.0), goals=found.goals, environment={}
     )

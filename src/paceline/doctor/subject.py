@@ -30,6 +30,7 @@ from paceline.context import Context
 from paceline.devices import gpu_memory
 from paceline.doctor.troubles import Trouble, foreign_drafter
 from paceline.drafters.checkpoint import preflight
+from paceline.drafters.kinds import KINDS
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.objective import Mismatch, mismatch
 from paceline.orchestrator.generate import generate_all
@@ -44,7 +45,7 @@ from paceline.weights.shared_memory import ShmSender
 
 T = TypeVar("T")
 
-LEARNED = ("eagle3", "dflash")
+LEARNED = tuple(KINDS)
 NUM_PROMPTS = 32
 _MAX_TOKENS = 64
 _DRAFT_LENGTH = 5
