@@ -59,7 +59,7 @@ def run(package: Path, *command: str | Path) -> subprocess.CompletedProcess[str]
     environment = {**os.environ, "PYTHONPATH": str(package)}
     # The examples are named from the top of the project, which holds no package: src/ does.
     return subprocess.run(  # noqa: PLW1510  the caller looks at the exit code
-        [sys.executable, *map(str, command)], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
+        [sys.executable, *map(str, command)], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=1200
     )
 
 
@@ -85,13 +85,18 @@ def test_a_checkpoint_is_trained_without_the_lab(package: Path, policy: Path, tm
 def test_a_checkpoint_is_certified_without_the_lab(package: Path, policy: Path, tmp_path: Path) -> None:
     prompts = [{"prompt": loop * 6} for loop in ("abcd", "123", "+-+ ")]  # which an n-gram drafter goes on with
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    config, result = tmp_path / "config.toml", tmp_path / "result.json"
+    config, file, html = tmp_path / "config.toml", tmp_path / "result.json", tmp_path / "certificate.html"
     config.write_text(CONFIG.format(policy=policy, prompts=tmp_path / "prompts.jsonl"))
-    certified = run(package, "-m", "paceline.cli", "certify", config, "--quick", "--json", result)
+    certified = run(package, "-m", "paceline.cli", "certify", config, "--quick", "--json", file, "--html", html)
     assert certified.returncode == 0, certified.stderr[-3000:]
-    details = json.loads(result.read_text())["details"]
+    result = json.loads(file.read_text())
+    figures, details, page = result["figures"], result["details"], html.read_text()
     assert details["failed"] == []
+    assert details["logp_by_class"]["accepted"]["count"] > 0
+    assert figures["drafted_tokens"] > 100 and figures["greedy_differences"] == 0
     assert details["verdict"] == "INCONCLUSIVE" and "INCONCLUSIVE" in certified.stdout, "--quick must not certify"
-    certified = run(package, "-m", "paceline.cli", "certify", "logp", config, "--tokens", "200", "--json", result)
+    for word in ("INCONCLUSIVE", result["environment"]["versions"]["torch"], "prompt_lookup_max"):
+        assert word in page
+    certified = run(package, "-m", "paceline.cli", "certify", "logp", config, "--tokens", "200", "--json", file)
     assert certified.returncode == 0, certified.stderr[-3000:]
-    assert json.loads(result.read_text())["figures"]["fp32_max_abs"] < 1e-4
+    assert json.loads(file.read_text())["figures"]["fp32_max_abs"] < 1e-4

@@ -31,6 +31,19 @@ def one_cpu() -> list[int]:
     return sorted(os.sched_getaffinity(0))[:1]
 
 
+@pytest.fixture
+def two_cpus() -> Iterator[list[int]]:
+    """A core for each of two workers, also for a test that runs beside others and has one core to itself."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        if len(cores := sorted(os.sched_getaffinity(0))) < 2:
+            pytest.skip("each worker needs a core of its own")
+        yield cores[:2]
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 @pytest.fixture(scope="module")
 def runner() -> Iterator[asyncio.Runner]:
     """One event loop for a module: an engine lives on the loop that it was started on."""

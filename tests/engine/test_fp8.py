@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -171,14 +170,11 @@ def test_stale_and_missing_scales_are_refused_and_leave_no_trace(wire: Wire) -> 
 
 
 def test_every_worker_of_a_tensor_parallel_engine_holds_the_reference_of_its_shard(
-    runner: asyncio.Runner, wire: Wire
+    runner: asyncio.Runner, wire: Wire, two_cpus: list[int]
 ) -> None:
     """Heads of 32 and parts of 64 rows: blocks of a worker begin where no block of the whole layer does."""
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
-        pytest.skip("each worker needs a core of its own")
     config = wire.engine.config.model_copy(update={"tensor_parallel_size": 2})
-    engine = runner.run(VllmEngine.start("engine-1", wire.path, config, seed=0, cpus=cores))
+    engine = runner.run(VllmEngine.start("engine-1", wire.path, config, seed=0, cpus=two_cpus))
     try:
         for version in (1, 2):
             push = wire.sender.stage(
