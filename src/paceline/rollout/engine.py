@@ -31,6 +31,7 @@ from paceline.rollout.counters import EngineCounters
 from paceline.rollout.internals import requests as vllm_requests
 from paceline.rollout.internals import scheduler_door
 from paceline.rollout.internals.platform import on_cpu
+from paceline.rollout.internals.shutdown import shut_down
 from paceline.rollout.internals.version import check_version
 from paceline.rollout.speculation import check_drafter
 from paceline.types import DraftBin, EngineLostError, PacelineError, Receipt, Rollout, RolloutRequest
@@ -242,7 +243,7 @@ class VllmEngine:
             task.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
         with suppress(TimeoutError):  # what is left of it is killed next
-            await asyncio.wait_for(asyncio.to_thread(llm.shutdown, _CLOSE_DEADLINE_S / 2), _CLOSE_DEADLINE_S)
+            await asyncio.wait_for(shut_down(llm, _CLOSE_DEADLINE_S / 2), _CLOSE_DEADLINE_S)
         await asyncio.to_thread(_kill, self._processes)
 
     async def _check_sampler(self) -> None:
