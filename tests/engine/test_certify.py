@@ -39,8 +39,8 @@ def mended(stock: None) -> Iterator[None]:
     yield
 
 
-def worst(sample: Sampler, num_rows: int) -> float:
-    cells: list[SamplerCell] = list(examine(sample, sampler.draft, num_rows=num_rows, lengths=(3,), seed=2))
+def worst(sample: Sampler, num_rows: int, seed: int = 2) -> float:
+    cells: list[SamplerCell] = list(examine(sample, sampler.draft, num_rows=num_rows, lengths=(3,), seed=seed))
     return max(cell.excess for cell in cells)
 
 
@@ -52,7 +52,8 @@ def test_stock_sampler_of_the_cpu_is_found_wrong(stock: None) -> None:
     """vLLM issue 55005. Where the fault is gone, so is this test."""
     if sampler_fix.sampler_is_sound():
         pytest.skip("this vLLM's sampler is sound")
-    assert worst(sampler.rejection_sample, 2000) > DEVIATIONS
+    # What lies in memory decides, and may be right by chance.
+    assert any(worst(sampler.rejection_sample, 2000, seed) > DEVIATIONS for seed in range(5))
 
 
 @pytest.mark.parametrize("fault", ["residual", "temperature", "stale"])
@@ -92,8 +93,8 @@ def test_stock_engine_is_found_wrong(policy_path: Path, stock: None) -> None:
         without_shim=True,
     )
     # How wrong its draws are depends on what lies in memory; a sample this large tells them from the policy's in any
-    # case.
-    assert {"sampler_worst_excess", "two_sample_p"} <= set(result.details["failed"])
+    # case, the few calls of the sampler alone do not.
+    assert "two_sample_p" in result.details["failed"]
     assert result.details["verdict"] == "NOT LOSSLESS"
 
 
