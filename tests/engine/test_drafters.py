@@ -246,7 +246,7 @@ def test_a_warm_start_makes_a_drafter_of_the_policy(policy_path: Path, tmp_path:
     tokenizer = AutoTokenizer.from_pretrained(policy_path)
     recipe = WarmStart(
         train_tokens=24_000,
-        most_tokens=40_000,
+        most_tokens=64_000,
         rollout_tokens=8_000,
         heldout_tokens=1_000,
         tokens_per_step=256,
