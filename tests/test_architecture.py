@@ -52,7 +52,7 @@ OWNERS = {
     "verl": ("integrations/verl.py",),
     "wandb": ("metrics.py",),
 }
-ENVIRONMENT_WRITERS = ("rollout/arguments.py", "rollout/engine.py", "cluster/placement.py")
+ENVIRONMENT_WRITERS = ("rollout/arguments.py", "cluster/placement.py")
 ENVIRONMENT_WRITES = ("update", "setdefault", "pop")
 UNSAFE_LIBRARIES = ("pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib")
 LONGEST_FUNCTION = 80
@@ -413,7 +413,7 @@ GOOD = (
     (functions_are_short, "orchestrator/loop.py", LONG.removesuffix("    x = 1\n")),
     (only_cli_prints, "cli/train.py", "print('step')"),
     (only_cli_reads_the_environment, "cli/common.py", "x = os.environ.get('HOME')"),
-    (only_cli_reads_the_environment, "rollout/engine.py", "os.environ['A'] = 'b'\nos.environ.setdefault('A', 'b')"),
+    (only_cli_reads_the_environment, "rollout/arguments.py", "os.environ['A'] = 'b'\nos.environ.setdefault('A', 'b')"),
     (
         nothing_runs_foreign_code,
         "rollout/engine.py",

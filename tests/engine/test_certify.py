@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import vllm.plugins
 from vllm.v1.sample import rejection_sampler as vllm_sampler
 
 from contexts import make_context
@@ -28,7 +29,8 @@ STOCK = vllm_sampler.expand_batch_to_tokens
 
 @pytest.fixture
 def stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's sampler as it comes; it and which of its plugins are loaded are what they were again after the test."""
+    """vLLM's sampler as it comes, with the plugins that mend it not loaded yet; all is what it was after the test."""
+    monkeypatch.setattr(vllm.plugins, "plugins_loaded", False)
     monkeypatch.setenv("VLLM_PLUGINS", "paceline,paceline_sampler")
     monkeypatch.setattr(vllm_sampler, "expand_batch_to_tokens", STOCK)
 
@@ -39,8 +41,8 @@ def mended(stock: None) -> Iterator[None]:
     yield
 
 
-def worst(sample: Sampler, num_rows: int, seed: int = 2) -> float:
-    cells: list[SamplerCell] = list(examine(sample, sampler.draft, num_rows=num_rows, lengths=(3,), seed=seed))
+def worst(sample: Sampler, num_rows: int) -> float:
+    cells: list[SamplerCell] = list(examine(sample, sampler.draft, num_rows=num_rows, lengths=(3,), seed=2))
     return max(cell.excess for cell in cells)
 
 
@@ -52,8 +54,7 @@ def test_stock_sampler_of_the_cpu_is_found_wrong(stock: None) -> None:
     """vLLM issue 55005. Where the fault is gone, so is this test."""
     if sampler_fix.sampler_is_sound():
         pytest.skip("this vLLM's sampler is sound")
-    # What lies in memory decides, and may be right by chance.
-    assert any(worst(sampler.rejection_sample, 2000, seed) > DEVIATIONS for seed in range(5))
+    assert worst(sampler.rejection_sample, 2000) > DEVIATIONS
 
 
 @pytest.mark.parametrize("fault", ["residual", "temperature", "stale"])
@@ -93,8 +94,8 @@ def test_stock_engine_is_found_wrong(policy_path: Path, stock: None) -> None:
         without_shim=True,
     )
     # How wrong its draws are depends on what lies in memory; a sample this large tells them from the policy's in any
-    # case, the few calls of the sampler alone do not.
-    assert "two_sample_p" in result.details["failed"]
+    # case.
+    assert {"sampler_worst_excess", "two_sample_p"} <= set(result.details["failed"])
     assert result.details["verdict"] == "NOT LOSSLESS"
 
 

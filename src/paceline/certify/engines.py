@@ -39,7 +39,7 @@ from paceline.certify.subject import Effort, EngineFault, Findings, Subject, gen
 from paceline.config import Config
 from paceline.context import Context
 from paceline.measure import Result, environment
-from paceline.rollout.arguments import engine_args
+from paceline.rollout.arguments import engine_args, leave_sampler_stock
 from paceline.rollout.internals import rejection_sampler, rejection_sampler_v2
 from paceline.rollout.internals.model_runner import planned_runner
 from paceline.rollout.internals.platform import on_cpu
@@ -67,6 +67,8 @@ def certify(
     effort = effort or Effort()
     if fault is not None and fault not in (*get_args(SamplerFault), LOGP_FAULT):
         raise ValueError(f"fault: got {fault!r}; must be one of {', '.join((*get_args(SamplerFault), LOGP_FAULT))}")
+    if without_shim:
+        leave_sampler_stock()  # before vLLM makes its config, which loads plugins into this process
     runner = planned_runner(engine_args(model_path, config.rollout.engine, seed, config.speculation))
     if without_shim and runner == "v2":
         raise ValueError("without_shim: got True with vLLM's V2 runner; must be False because V2's sampler has no shim")

@@ -112,6 +112,11 @@ def sampling_params(request: RolloutRequest, stop_token_ids: Sequence[int]) -> S
     )
 
 
+def leave_sampler_stock() -> None:
+    """Let vLLM load our plugin without the one that mends its sampler, here and in its processes."""
+    os.environ["VLLM_PLUGINS"] = "paceline"
+
+
 def set_environment(config: EngineConfig, cpus: Sequence[int] | None, *, core_in_process: bool = False) -> None:
     """Set what vLLM's processes inherit; vLLM reads some of it when it is imported."""
     if core_in_process:

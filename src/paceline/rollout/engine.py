@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import psutil
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.rollout.arguments import end_tokens, engine_args, sampling_params, set_environment
+from paceline.rollout.arguments import end_tokens, engine_args, leave_sampler_stock, sampling_params, set_environment
 from paceline.rollout.counters import EngineCounters
 from paceline.rollout.internals import requests as vllm_requests
 from paceline.rollout.internals import scheduler_door
@@ -328,7 +327,7 @@ def _build(
     with _START_LOCK:
         set_environment(config, cpus)
         if stock_sampler:
-            os.environ["VLLM_PLUGINS"] = "paceline"  # and not paceline_sampler
+            leave_sampler_stock()
         import vllm
         from vllm.v1.engine.async_llm import AsyncLLM
 
