@@ -13,8 +13,7 @@ from paceline import assets, lab
 from paceline.cli.common import LEARNED
 from paceline.drafters.checkpoint import preflight, save
 from paceline.drafters.kinds import KINDS
-from paceline.drafters.provenance import Provenance
-from paceline.drafters.trainer import Evaluation
+from paceline.drafters.provenance import Evaluation, Provenance
 from paceline.lab.arena import drafter as arena
 from paceline.sessions.draft import default_taps
 from paceline.sessions.workloads import resolve_drafter

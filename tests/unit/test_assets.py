@@ -10,8 +10,7 @@ from safetensors import safe_open
 
 from paceline import assets
 from paceline.drafters.checkpoint import preflight
-from paceline.drafters.provenance import Provenance, read_evaluation, write_evaluation, write_provenance
-from paceline.drafters.trainer import Evaluation
+from paceline.drafters.provenance import Evaluation, Provenance, read_evaluation, write_evaluation, write_provenance
 from paceline.files import ChecksumError, write_checksums
 from paceline.lab.arena import rebuild
 

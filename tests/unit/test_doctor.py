@@ -19,8 +19,7 @@ from paceline.doctor.page import write_doctor_page
 from paceline.doctor.subject import Setup
 from paceline.doctor.troubles import foreign_drafter
 from paceline.drafters.checkpoint import read_parts
-from paceline.drafters.provenance import read_evaluation, write_evaluation
-from paceline.drafters.trainer import Evaluation
+from paceline.drafters.provenance import Evaluation, read_evaluation, write_evaluation
 from paceline.files import verify_checksums
 from random_policy import make_drafter, make_policy
 

@@ -12,8 +12,7 @@ from drafter_cases import make_drafter, policy_config
 from paceline import cli
 from paceline.drafters.checkpoint import preflight, save
 from paceline.drafters.export import export_drafter
-from paceline.drafters.provenance import Provenance, read_provenance, write_evaluation, write_provenance
-from paceline.drafters.trainer import Evaluation
+from paceline.drafters.provenance import Evaluation, Provenance, read_provenance, write_evaluation, write_provenance
 
 EVALUATION = Evaluation(overlap=(0.91, 0.82), divergence=(0.1, 0.2), accepted_length=(1.9, 2.64), num_tokens=12_109)
 PROVENANCE = Provenance(

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from paceline.drafters.trainer import Evaluation
 from paceline.files import installed
 
 EVALUATION_FILE = "evaluation.json"
@@ -22,6 +21,19 @@ _PACKAGES = ("paceline", "speculators", "torch", "transformers", "vllm", "vllm-c
 
 def _today() -> str:
     return datetime.now(UTC).date().isoformat()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluation:
+    """Quality of a drafter on documents that it was not trained on."""
+
+    overlap: tuple[float, ...]
+    """sum_v min(p_v, q_v) by step: the share of drafts that an engine accepts there, at temperature 1."""
+    divergence: tuple[float, ...]
+    """KL(p || q) by step."""
+    accepted_length: tuple[float, ...]
+    """Expected tokens per verification, bonus token included, at draft lengths 1, 2, ..."""
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from torch import nn
 from paceline.devices import computes_bfloat16
 from paceline.drafters.kinds import guess
 from paceline.drafters.packing import Document, make_pack
+from paceline.drafters.provenance import Evaluation
 from paceline.types import Floats
 
 if TYPE_CHECKING:
@@ -93,19 +94,6 @@ class Schedule:
 
     def _is_mature(self, step: int, num_steps: int) -> bool:
         return not self.is_new or step >= num_steps / 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evaluation:
-    """Quality of a drafter on documents that it was not trained on."""
-
-    overlap: tuple[float, ...]
-    """sum_v min(p_v, q_v) by step: the share of drafts that an engine accepts there, at temperature 1."""
-    divergence: tuple[float, ...]
-    """KL(p || q) by step."""
-    accepted_length: tuple[float, ...]
-    """Expected tokens per verification, bonus token included, at draft lengths 1, 2, ..."""
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

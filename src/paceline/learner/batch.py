@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from paceline.types import Sample
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,6 +72,8 @@ def draw(costs: Sequence[float], budget: float, rng: np.random.Generator, *, few
 
 def make_batch(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.device) -> PaddedBatch:
     """Pad the samples of one pass; an empty pass is one masked token, which costs nothing and has zero gradients."""
+    import torch
+
     if not indices:
         zero = torch.zeros(1, dtype=torch.long, device=device)
         return PaddedBatch(

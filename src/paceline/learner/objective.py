@@ -21,13 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from paceline.config import ObjectiveConfig
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_LOG_RATIO = 20.0
 """As in verl. A ratio of e^20 is outside of every band, and its square is still a number."""
@@ -99,6 +101,8 @@ def policy_loss(
 ) -> PolicyLoss:
     """Clipped surrogate loss of a padded micro-batch. `mask_BT` is true at response tokens; elsewhere any finite value
     goes."""
+    import torch
+
     log_ratio_BT = logp_BT - old_logp_BT
     # exp overflows at 88 in float32, and one infinite token turns the gradient of the whole batch into NaN. A ratio of
     # e^20 is far outside every clip range, so nothing that could be learnt from is lost.
