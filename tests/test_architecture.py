@@ -30,7 +30,7 @@ ROWS = (
     ("files", "context", "fp8", "devices"),
     ("config", "assets"),
     ("metrics", "console", "measure"),
-    ("selector", "drafters", "weights"),
+    ("selector", "drafters", "weights", "sinks"),
     ("rollout", "learner"),
     ("orchestrator",),
     ("cluster", "report"),
@@ -50,7 +50,7 @@ OWNERS = {
     "matplotlib": ("report/", "lab/bench/"),
     "trl": ("integrations/trl.py",),
     "verl": ("integrations/verl.py",),
-    "wandb": ("metrics.py",),
+    "wandb": ("sinks.py",),
 }
 ENVIRONMENT_WRITERS = ("rollout/arguments.py", "cluster/placement.py")
 ENVIRONMENT_WRITES = ("update", "setdefault", "pop")
@@ -482,7 +482,12 @@ def test_every_rule_has_a_snippet_that_breaks_it() -> None:
 
 
 # What a distribution of one name brings under another.
-BROUGHT_BY = {"pydantic_core": "pydantic", "triton": "vllm"}
+BROUGHT_BY = {
+    "mlflow": "mlflow-skinny",
+    "prometheus_client": "prometheus-client",
+    "pydantic_core": "pydantic",
+    "triton": "vllm",
+}
 
 
 def declared() -> set[str]:

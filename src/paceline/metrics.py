@@ -117,24 +117,6 @@ def _drop_cut_line(path: Path) -> None:
         path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
-class WandbSink:
-    """Weights & Biases: step and eval records as they are."""
-
-    def __init__(self, project: str, name: str, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ValueError("run.sinks: got wandb, which is not installed; pip install 'paceline[wandb]'") from None
-        self._run = wandb.init(project=project, name=name, config=dict(config))
-
-    def write(self, kind: str, record: Mapping[str, Any]) -> None:
-        if kind in ("step", "eval"):
-            self._run.log(dict(record["metrics"]), step=record["step"])
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class Recorder:
     """Fans records out to sinks. The first sink is the record of truth and may raise; the others may only fail."""
 

@@ -26,8 +26,11 @@ class RunConfig(Section):
     of waiting for them."""
     save_every: int = Field(default=0, ge=0)
     """Save the policy every this many steps; 0 saves at the end only."""
-    sinks: tuple[Literal["console", "wandb"], ...] = ("console",)
-    """Where metrics go besides metrics.jsonl."""
+    sinks: tuple[Literal["console", "wandb", "tensorboard", "mlflow", "prometheus"], ...] = ("console",)
+    """Where metrics go besides metrics.jsonl; each but the console is an extra, as in `pip install
+    'paceline[tensorboard]'`."""
+    prometheus_port: int = Field(default=9400, ge=1024, le=65535)
+    """Where `sinks = ["prometheus"]` serves its gauges, on this machine's loopback only."""
 
 
 class PolicyConfig(Section):

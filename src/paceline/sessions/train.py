@@ -22,12 +22,13 @@ from paceline.context import Context
 from paceline.drafters.provenance import Provenance
 from paceline.files import verify_checksums
 from paceline.measure import environment
-from paceline.metrics import JsonlSink, Recorder, Sink, WandbSink
+from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.rewards import scorer
 from paceline.orchestrator.task import Task
 from paceline.selector.cost_file import Conditions, require_same
 from paceline.sessions.workloads import make_task, resolve_drafter, resolve_policy
+from paceline.sinks import open_sinks
 from paceline.types import Tokenizer
 
 
@@ -42,7 +43,8 @@ def run(config: Config, context: Context) -> Path:
     check_lengths(config, task)
     directory = new_directory(config)
     (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    recorder = Recorder(JsonlSink(directory / "metrics.jsonl"), _sinks(config))
+    console = [ConsoleSink()] if "console" in config.run.sinks else []
+    recorder = Recorder(JsonlSink(directory / "metrics.jsonl"), [*console, *open_sinks(config, directory)])
     context.progress(f"run directory {directory}; starting {config.rollout.num_engines} engines and the learner")
     try:
         asyncio.run(_run(config, model_path, task, tokenizer, recorder, directory))
@@ -151,12 +153,3 @@ def new_directory(config: Config) -> Path:
     raise ValueError(
         f"run.name: got {config.run.name!r}; every numbered variant of it exists in {config.run.directory}"
     )
-
-
-def _sinks(config: Config) -> list[Sink]:
-    sinks: list[Sink] = []
-    if "console" in config.run.sinks:
-        sinks.append(ConsoleSink())
-    if "wandb" in config.run.sinks:
-        sinks.append(WandbSink("paceline", config.run.name, config.model_dump(mode="json")))
-    return sinks

@@ -1,0 +1,126 @@
+"""Where a run's metrics go besides metrics.jsonl: the trackers that others watch. All of them use its names.
+
+| `run.sinks`   | what                                                                               |
+|---------------|------------------------------------------------------------------------------------|
+| `wandb`       | Weights & Biases, project `paceline`                                               |
+| `tensorboard` | event files in the run's directory                                                 |
+| `mlflow`      | experiment `paceline` of the store that MLFLOW_TRACKING_URI names                  |
+| `prometheus`  | gauges on this machine's loopback, `run.prometheus_port`; `/` in a name becomes `_` |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import Config
+from paceline.metrics import Sink
+
+if TYPE_CHECKING:
+    from prometheus_client import Gauge
+
+_WITH_METRICS = ("step", "eval")
+"""Records that have a step and metrics."""
+
+
+class WandbSink:
+    def __init__(self, config: Config, directory: Path) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run = wandb.init(
+            project="paceline", name=directory.name, dir=directory, config=config.model_dump(mode="json")
+        )
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        if kind in _WITH_METRICS:
+            self._run.log(dict(record["metrics"]), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoardSink:
+    def __init__(self, config: Config, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # imports tensorboard
+
+        self._writer = SummaryWriter(str(directory / "tensorboard"))
+        self._writer.add_text("config", f"```json\n{config.model_dump_json(indent=2)}\n```")
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        if kind in _WITH_METRICS:
+            for key, value in record["metrics"].items():
+                self._writer.add_scalar(key, value, record["step"])
+            self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MlflowSink:
+    def __init__(self, config: Config, directory: Path) -> None:
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        self._mlflow = mlflow
+        self._mlflow.set_experiment("paceline")
+        self._mlflow.start_run(run_name=directory.name)
+        self._mlflow.log_dict(config.model_dump(mode="json"), "config.json")
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        if kind in _WITH_METRICS:
+            # MLflow refuses a batch with a value that is not a number.
+            metrics = {key: value for key, value in record["metrics"].items() if math.isfinite(value)}
+            self._mlflow.log_metrics(metrics, step=record["step"])
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class PrometheusSink:
+    def __init__(self, config: Config, directory: Path) -> None:
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        registry = CollectorRegistry()  # not the one that vLLM fills in its processes
+        self._new_gauge = partial(Gauge, labelnames=["run"], registry=registry)
+        self._gauges: dict[str, Gauge] = {}
+        self._run = directory.name
+        self._server, self._thread = start_http_server(config.run.prometheus_port, addr="127.0.0.1", registry=registry)
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        if kind in _WITH_METRICS:
+            for key, value in {"step": record["step"], **record["metrics"]}.items():
+                name = prometheus_name(key)
+                if name not in self._gauges:
+                    self._gauges[name] = self._new_gauge(name, key)
+                self._gauges[name].labels(run=self._run).set(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+SINKS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "mlflow": MlflowSink, "prometheus": PrometheusSink}
+
+
+def open_sinks(config: Config, directory: Path) -> list[Sink]:
+    """Open the trackers that the config names, for the run in this directory."""
+    sinks: list[Sink] = []
+    for name in config.run.sinks:
+        if name == "console":  # the session's own
+            continue
+        try:
+            sinks.append(SINKS[name](config, directory))
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"run.sinks: got {name}, which needs {error.name}; pip install 'paceline[{name}]'"
+            ) from None
+    return sinks
+
+
+def prometheus_name(key: str) -> str:
+    """Return a metric's name in Prometheus: paceline_time_generation_s of time/generation_s."""
+    return "paceline_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
