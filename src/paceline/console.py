@@ -27,6 +27,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from paceline.context import time_left
+
 _TROUBLES = {
     "selector/failures": "selector failures",
     "history/failures": "history drafter failures",
@@ -184,7 +186,4 @@ def _time_left(state: _State, now: float) -> str:
     if state.total_steps is None or state.first_step_since is None or state.num_steps_done == 0:
         return ""
     pace = (state.last_step_at - state.first_step_since) / state.num_steps_done
-    seconds = max(0.0, pace * (state.total_steps - state.num_steps_done) - (now - state.last_step_at))
-    if seconds < 90:
-        return f"{seconds:.0f} s left"
-    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
+    return time_left(pace * (state.total_steps - state.num_steps_done) - (now - state.last_step_at))

@@ -6,12 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
+from typing import TextIO
 
 from paceline.types import PacelineError
 
 
 class CancelledError(PacelineError):
     """The caller does not want the result any more."""
+
+
+def time_left(seconds: float) -> str:
+    """Say for how long a job still runs."""
+    if seconds < 90:
+        return f"{max(0.0, seconds):.0f} s left"
+    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +30,8 @@ class Context:
     """Takes one line for the person who waits."""
     cache_root: Path
     """Directory of policies and drafters that are built once."""
+    terminal: TextIO | None = None
+    """Where a picture may be drawn and drawn again; None in a log."""
     cancelled: Event = field(default_factory=Event)
     """Set by the caller, from any thread or signal handler."""
 

@@ -1,8 +1,7 @@
-"""Paceline without paceline.lab: training and certifying one's own checkpoint on one's own data need no arena."""
+"""Paceline without paceline.lab: training one's own checkpoint on one's own data needs no arena."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -24,21 +23,6 @@ SMALL = [
     "rollout.engine.kv_cache_gb=0.05",
     "eval.every=0",
 ]
-CONFIG = """
-[policy]
-model = "{policy}"
-[data]
-kind = "jsonl"
-path = "{prompts}"
-reward = "examples/own_task/reward.py:reward"
-[rollout]
-temperature = 0.7
-max_tokens = 64
-[rollout.engine]
-max_model_len = 128
-max_num_seqs = 32
-kv_cache_gb = 0.05
-"""
 
 
 @pytest.fixture(scope="module")
@@ -78,25 +62,7 @@ def test_a_checkpoint_is_trained_without_the_lab(package: Path, policy: Path, tm
     settings = [f'policy.model="{policy}"', f'run.directory="{tmp_path}"', *SMALL]
     trained = run(package, "-m", "paceline.cli", "train", "examples/own_task/config.toml", *settings)
     assert trained.returncode == 0, trained.stderr[-3000:]
+    (line,) = trained.stderr.splitlines()  # nothing of vLLM, Ray or PyTorch
+    assert line.startswith("run directory ")
     assert (tmp_path / "own-task" / "policy" / "step-1" / "model.safetensors").is_file()
     assert (tmp_path / "own-task" / "report.html").is_file()
-
-
-def test_a_checkpoint_is_certified_without_the_lab(package: Path, policy: Path, tmp_path: Path) -> None:
-    prompts = [{"prompt": loop * 6} for loop in ("abcd", "123", "+-+ ")]  # which an n-gram drafter goes on with
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    config, file, html = tmp_path / "config.toml", tmp_path / "result.json", tmp_path / "certificate.html"
-    config.write_text(CONFIG.format(policy=policy, prompts=tmp_path / "prompts.jsonl"))
-    certified = run(package, "-m", "paceline.cli", "certify", config, "--quick", "--json", file, "--html", html)
-    assert certified.returncode == 0, certified.stderr[-3000:]
-    result = json.loads(file.read_text())
-    figures, details, page = result["figures"], result["details"], html.read_text()
-    assert details["failed"] == []
-    assert details["logp_by_class"]["accepted"]["count"] > 0
-    assert figures["drafted_tokens"] > 100 and figures["greedy_differences"] == 0
-    assert details["verdict"] == "INCONCLUSIVE" and "INCONCLUSIVE" in certified.stdout, "--quick must not certify"
-    for word in ("INCONCLUSIVE", result["environment"]["versions"]["torch"], "prompt_lookup_max"):
-        assert word in page
-    certified = run(package, "-m", "paceline.cli", "certify", "logp", config, "--tokens", "200", "--json", file)
-    assert certified.returncode == 0, certified.stderr[-3000:]
-    assert json.loads(file.read_text())["figures"]["fp32_max_abs"] < 1e-4

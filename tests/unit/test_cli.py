@@ -170,3 +170,13 @@ def test_certify_logp_starts_the_engine_of_the_config(
     settings = [f"rollout.engine.{setting}" for setting in ("tensor_parallel_size=2", "max_num_seqs=7", "weights=fp8")]
     assert cli.main(["certify", "logp", *settings]) == 2
     assert "float32 2 7 full" in capsys.readouterr().err
+
+
+def test_every_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    actions = {"arena": ["rebuild"], "draft": ["train"], "export": ["drafter"], "certify": ["lossless"]}
+    names = [module.__name__.rpartition(".")[2] for module in cli._COMMANDS]
+    commands = [[name, *actions.get(name, [])] for name in names if name != "bench"]
+    for command in [*commands, *(["bench", name] for name in bench.BENCHES)]:
+        with pytest.raises(SystemExit):
+            cli.main([*command, "--help"])
+        assert f"  paceline {command[0]} " in capsys.readouterr().out

@@ -16,7 +16,6 @@ from paceline.config import FixedSelector, MeasuredSelector
 from paceline.lab.bench import plan_arena
 from paceline.lab.bench.fit import START, concerns, fit
 from paceline.lab.bench.workload import RequestSet
-from paceline.lab.engines.stepped import SteppedBatch
 from paceline.orchestrator import loop
 from paceline.plan import idle_training, run_model
 from paceline.plan.answer import LEVERS, answer, result, simulate_arm, step_gain, text
@@ -39,6 +38,7 @@ from paceline.plan.question import Question, best_layout, layouts, tensor_parall
 from paceline.plan.recipe import check, question_of, recommended
 from paceline.plan.request import Request
 from paceline.plan.run_model import Scenario, simulate
+from paceline.rollout.stepped import SteppedBatch
 from paceline.selector import select
 from paceline.selector.cost import Step
 from paceline.selector.cost_file import Conditions, Costs, save_costs
@@ -102,7 +102,7 @@ def test_nobody_has_a_loop_or_a_selector_of_his_own():
         for file in SOURCE.rglob("*.py")
     }
     copies = {copy for path, tree in sources.items() for copy in copies_of_the_loop(path, tree)}
-    assert copies == {"lab/engines/stepped.py: _Recording"}  # which writes down what the selector inside it chooses
+    assert copies == {"rollout/stepped.py: _Recording"}  # which writes down what the selector inside it chooses
     assert copies_of_the_loop("plan/run_model.py", ast.parse("async def train(parts): ...")) != []
     assert (
         copies_of_the_loop(

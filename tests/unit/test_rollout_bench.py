@@ -15,8 +15,9 @@ from paceline.lab.bench import workload
 from paceline.lab.bench.rollout import _accepted_length, _figures, _makespans, _tail_rate, best_table
 from paceline.lab.bench.rollout_page import write_rollout_page
 from paceline.lab.bench.workload import RequestSet, give_lengths
-from paceline.lab.engines.stepped import Order, SteppedBatch, SteppedEngine, lockstep
 from paceline.measure import Result
+from paceline.rollout import stepped
+from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, Turn, lockstep
 from paceline.selector.cost import Step
 from paceline.types import RolloutRequest
 
@@ -122,10 +123,12 @@ class TurnTaking:
     def begin(self, order: Order) -> None:
         self.turns.append(f"begin {self.name}")
 
-    def turn(self) -> float | SteppedBatch:
+    def turn(self) -> Turn | SteppedBatch:
         self.turns.append(self.name)
         self.progress += self.share
-        return self.progress if self.progress < 0.999 else batch(len(self.turns))
+        if self.progress >= 0.999:
+            return batch(len(self.turns))
+        return Turn(share=self.progress, num_tokens=0, num_running=1, draft_length=0, seconds=0.0)
 
 
 def test_arms_take_turns_within_the_batch():
@@ -217,7 +220,7 @@ def test_engines_that_are_alive_at_once_share_a_gpu(monkeypatch: pytest.MonkeyPa
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(workload, "SteppedEngine", Started)
+    monkeypatch.setattr(stepped, "SteppedEngine", Started)
     with workload.engines(Path("policy"), [None, None, None], seed=0, context=make_context()) as started:
         assert len(started) == 3
     assert sum(asked) == pytest.approx(EngineConfig().gpu_memory_utilization)

@@ -37,7 +37,7 @@ from paceline.certify.lossless import (
 )
 from paceline.certify.subject import Effort, EngineFault, Findings, Subject, generate
 from paceline.config import Config
-from paceline.context import Context
+from paceline.context import Context, time_left
 from paceline.measure import Result, environment
 from paceline.rollout.arguments import engine_args, leave_sampler_stock
 from paceline.rollout.internals import rejection_sampler, rejection_sampler_v2
@@ -120,6 +120,9 @@ def _sampler_part(
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     cells: list[SamplerCell] = []
+    expected = num_cells(effort.kinds, effort.lengths)
+    context.progress(f"sampler: {expected} tests on known distributions")
+    began_s = time.monotonic()
     try:
         for cell in examine(
             sample,
@@ -131,12 +134,14 @@ def _sampler_part(
             seed=subject.seed,
         ):
             if not cells or (cells[-1].drafts, cells[-1].draft_length) != (cell.drafts, cell.draft_length):
-                context.progress(f"sampler: {cell.drafts} drafts of length {cell.draft_length}")
+                # The tests of one kind and length come together, after the draws that they share.
+                share = (len(cells) + num_cells((cell.drafts,), (cell.draft_length,))) / expected
+                left = time_left((time.monotonic() - began_s) * (1 / share - 1))
+                context.progress(f"sampler: {cell.drafts} drafts of length {cell.draft_length}, {left}")
             cells.append(cell)
     finally:
         torch.set_num_threads(threads)
     found.add("sampler_tests", len(cells))
-    expected = num_cells(effort.kinds, effort.lengths)
     if len(cells) < expected:
         found.missing.append(
             f"{len(cells)} of {expected} positions of the sampler were tested; the others need more rows"

@@ -9,10 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TextIO
 
 from paceline import __version__
-from paceline.cli import arena, bench, certify, demo, doctor, draft, export, plan, report, train
-from paceline.cli.common import make_context
+from paceline.cli import arena, bench, certify, demo, doctor, draft, export, plan, report, train, tune
+from paceline.cli.common import cache_root, make_context
+from paceline.cli.output import with_own_lines
 from paceline.context import CancelledError, Context
 from paceline.types import PacelineError
 
@@ -27,22 +30,34 @@ _EPILOG = (
     "it is paid for\n"
 )
 
-_COMMANDS = (train, demo, doctor, report, arena, plan, draft, export, bench, certify)
+_COMMANDS = (train, demo, doctor, tune, report, arena, plan, draft, export, bench, certify)
 """In the order of --help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(certify.spelled_out(sys.argv[1:] if arguments is None else arguments))
-    _quiet_environment()
-    context = make_context()
+    _set_environment(verbose=options.verbose)
+    if options.verbose:
+        return _run(options, sys.stderr)
+    return with_own_lines(partial(_run, options), cache_root() / "logs")
+
+
+def _run(options: argparse.Namespace, lines: TextIO) -> int:
+    context = make_context(lines)
     try:
         with _cancelled_by_sigterm(context):
             return options.command(options, context)
     except (KeyboardInterrupt, CancelledError):
-        print("paceline: interrupted; all processes of the run have ended", file=sys.stderr)
+        print("paceline: interrupted; all processes of the run have ended", file=lines)
         return 128 + (signal.SIGTERM if context.cancelled.is_set() else signal.SIGINT)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("paceline"):
+            raise
+        brings = "pip install 'paceline[vllm,report]' on GPUs, 'paceline[cpu,report]' on CPUs"
+        print(f"paceline: this command needs {error.name}, which is not installed: {brings}", file=lines)
+        return 2
     except (ValueError, PacelineError) as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {error}", file=lines)
         return 2
 
 
@@ -57,7 +72,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_to(commands)
+    _add_verbose(parser)
+    parser.set_defaults(verbose=False)
     return parser
+
+
+def _add_verbose(parser: argparse.ArgumentParser) -> None:
+    """Take --verbose wherever it stands."""
+    parser.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help="show what libraries print")
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                _add_verbose(below)
 
 
 @contextmanager
@@ -78,8 +104,8 @@ def _cancelled_by_sigterm(context: Context) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _quiet_environment() -> None:
-    """Keep our libraries from sending usage reports and printing; nothing that the user has set is changed.
+def _set_environment(*, verbose: bool) -> None:
+    """Keep our libraries from sending usage reports and from logging; nothing that the user has set is changed.
 
     The Hugging Face hub stays reachable, because `data.kind = "datasets"` may have to download. Engines, which get
     local paths, are set offline in their own processes."""
@@ -88,6 +114,6 @@ def _quiet_environment() -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": "INFO" if verbose else "ERROR",
     }.items():
         os.environ.setdefault(key, value)

@@ -104,23 +104,38 @@ def add_to(commands: Commands) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench",
         help="measure what is gained and what it costs",
-        description="\n".join(f"{name:10} {entry.about}" for name, entry in BENCHES.items()),
+        description="Each bench measures its arms side by side in one run; `paceline bench NAME --help` says more.",
         epilog="example:\n  paceline bench control --json control.json --check",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("name", choices=sorted(BENCHES))
-    settings = "correction, drafter, learning: settings of the runs; costs: precision"
-    add("overrides", nargs="*", metavar="a.b=value", help=settings)
-    add("--html", type=Path, metavar="FILE", help="rollout, precision: write tables and pictures as one page")
-    costs = (
-        "costs: where to write speculation.selector.costs; plan --arena: twice, of BF16 and of FP8, measured if absent"
+    benches = parser.add_subparsers(required=True, metavar="NAME")
+    for name, entry in sorted(BENCHES.items()):
+        _add_bench(benches.add_parser, name, entry)
+
+
+def _add_bench(add_parser: Callable[..., argparse.ArgumentParser], name: str, entry: BenchEntry) -> None:
+    page = " --html page.html" if entry.page is not None else ""
+    parser = add_parser(
+        name,
+        help=entry.about,
+        description=entry.about,
+        epilog=f"example:\n  paceline bench {name}{page} --json {name}.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add("--costs", type=Path, action="append", default=[], metavar="FILE", help=costs)
-    add("--fit", action="store_true", help="plan only: fit the simulator's constants again and print them")
-    add("--arena", action="store_true", help="plan only: predicted against measured on this machine's engines")
+    add = parser.add_argument
+    parser.set_defaults(command=_bench, name=name, overrides=[], html=None, costs=[], fit=False, arena=False)
+    if entry.arguments in (_runs, _costs):
+        add("overrides", nargs="*", metavar="a.b=value", help="settings of what is measured")
+    if entry.page is not None:
+        add("--html", type=Path, metavar="FILE", help="write tables and pictures as one page")
+    if entry.arguments is _costs:
+        add("--costs", type=Path, action="append", metavar="FILE", help="write the selector's prior to FILE")
+    if entry.arguments is _plan:
+        add("--fit", action="store_true", help="fit the simulator's constants again and print them")
+        add("--arena", action="store_true", help="predicted against measured on this machine's engines")
+        costs = "with --arena: cost files of BF16 and of FP8, measured if absent"
+        add("--costs", type=Path, action="append", metavar="FILE", help=costs)
     add_result_options(parser)
-    parser.set_defaults(command=_bench)
 
 
 def _bench(options: argparse.Namespace, context: Context) -> int:

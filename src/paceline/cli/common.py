@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.context import Context
 
 if TYPE_CHECKING:
     from paceline.measure import Result
+    from paceline.types import Prompt
 
 Commands = Any
 """What `ArgumentParser.add_subparsers` returns; argparse has no public name for it."""
@@ -25,10 +25,17 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 """Configs that come with the package."""
 
 
-def make_context() -> Context:
-    """Return the context of a command: reports to stderr, cache as the environment says."""
-    cache_root = Path(os.environ.get("PACELINE_CACHE", Path.home() / ".cache" / "paceline"))
-    return Context(report=lambda line: print(line, file=sys.stderr, flush=True), cache_root=cache_root)
+def cache_root() -> Path:
+    return Path(os.environ.get("PACELINE_CACHE", Path.home() / ".cache" / "paceline"))
+
+
+def make_context(lines: TextIO) -> Context:
+    """Return the context of a command that reports to `lines`."""
+    return Context(
+        report=lambda line: print(line, file=lines, flush=True),
+        cache_root=cache_root(),
+        terminal=lines if lines.isatty() else None,
+    )
 
 
 def register_lab() -> None:
@@ -96,3 +103,27 @@ def publish(result: Result, options: argparse.Namespace) -> int:
         result.write(options.json)
         print(f"written: {options.json}")
     return int(options.check and not result.all_met)
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """Take a file of prompts; `model_and_prompts` reads it."""
+    add = parser.add_argument
+    add("--data", type=Path, metavar="FILE", help="JSONL file with prompts; not needed for arena policies")
+    add("--prompt-key", default="prompt", metavar="KEY", help="field of FILE that holds the prompt (%(default)s)")
+
+
+def model_and_prompts(options: argparse.Namespace, context: Context) -> tuple[Path, Iterator[Prompt], str]:
+    """Return the checkpoint of `options.model`, prompts for it again and again, and what they are."""
+    from paceline.sessions import draft, workloads
+    from paceline.sessions.train import load_tokenizer
+
+    register_lab()
+    named = workloads.split(options.model)
+    workload = None if named is None else workloads.find(named[0], key="MODEL", got=options.model)
+    if workload is None and options.data is None:
+        raise ValueError("--data: got none; must be a file of prompts because only arena policies bring their own")
+    model_path = workloads.resolve_policy(options.model, context)
+    tokenizer = load_tokenizer(model_path)
+    if workload is not None and options.data is None:
+        return model_path, workload.drafter_prompts(tokenizer), workload.drafter_data
+    return model_path, draft.read_prompts(options.data, options.prompt_key, tokenizer), options.data.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from paceline.cli.common import LEARNED, Commands, register_lab
+from paceline.cli.common import LEARNED, Commands, add_prompt_options, model_and_prompts
 from paceline.context import Context
 
 
@@ -40,26 +40,14 @@ def add_to(commands: Commands) -> None:
         metavar="N",
         help="most tokens to train on (%(default)s), fewer once it stops gaining",
     )
-    add("--data", type=Path, metavar="FILE", help="JSONL file with prompts; not needed for arena policies")
-    add("--prompt-key", default="prompt", metavar="KEY", help="field of FILE that holds the prompt (%(default)s)")
+    add_prompt_options(train)
     train.set_defaults(command=_train)
 
 
 def _train(options: argparse.Namespace, context: Context) -> int:
-    from paceline.sessions import draft, workloads
-    from paceline.sessions.train import load_tokenizer
+    from paceline.sessions import draft
 
-    register_lab()
-    named = workloads.split(options.model)
-    workload = None if named is None else workloads.find(named[0], key="MODEL", got=options.model)
-    if workload is None and options.data is None:
-        raise ValueError("--data: got none; must be a file of prompts because only arena policies bring their own")
-    model_path = workloads.resolve_policy(options.model, context)
-    tokenizer = load_tokenizer(model_path)
-    if workload is not None and options.data is None:
-        prompts, data = workload.drafter_prompts(tokenizer), workload.drafter_data
-    else:
-        prompts, data = draft.read_prompts(options.data, options.prompt_key, tokenizer), options.data.name
+    model_path, prompts, data = model_and_prompts(options, context)
     recipe = draft.WarmStart(
         train_tokens=options.tokens // 2, most_tokens=options.tokens, rollout_tokens=options.tokens // 3
     )

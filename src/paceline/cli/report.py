@@ -14,6 +14,8 @@ def add_to(commands: Commands) -> None:
         "report",
         help="turn a run into one HTML page",
         description="Read RUN/metrics.jsonl, write RUN/report.html. Works on a run still going.",
+        epilog="example:\n  paceline report runs/arena",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="run directory, e.g. runs/arena")
     parser.add_argument(

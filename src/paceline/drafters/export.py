@@ -17,13 +17,13 @@ from paceline.drafters.checkpoint import read_parts
 from paceline.drafters.provenance import (
     EVALUATION_FILE,
     PROVENANCE_FILE,
+    Evaluation,
     Provenance,
     read_evaluation,
     read_provenance,
     write_evaluation,
     write_provenance,
 )
-from paceline.drafters.trainer import Evaluation
 from paceline.files import CHECKSUM_FILE, atomic_directory, copy_verified, write_checksums
 
 CARD_FILE = "README.md"
@@ -32,6 +32,18 @@ _KINDS = {
     "dflash": "DFlash, all tokens in one pass of the drafter",
 }
 _UNKNOWN = "not recorded"
+
+
+def drafter_kind(directory: Path, *, key: str) -> str:
+    """Return the kind of the drafter in a directory; the error begins with `key`."""
+    file = directory / "config.json"
+    kind = json.loads(file.read_text(encoding="utf-8")).get("speculators_model_type") if file.is_file() else None
+    if kind not in _KINDS or not (directory / "model.safetensors").is_file():
+        raise ValueError(
+            f"{key}: {directory} is no drafter of kind {' or '.join(_KINDS)} with a model.safetensors (kind: {kind}); "
+            "must be a speculators checkpoint because vLLM reads the kind from it: `paceline draft train` makes one"
+        )
+    return kind
 
 
 def export_drafter(source: Path, out: Path, *, policy: str | None = None) -> None:
@@ -45,12 +57,7 @@ def export_drafter(source: Path, out: Path, *, policy: str | None = None) -> Non
         )
     directory = find_drafter(source)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    kind = config.get("speculators_model_type")
-    if kind not in _KINDS or not (directory / "model.safetensors").is_file():
-        raise ValueError(
-            f"SOURCE: {directory} is no drafter of kind {' or '.join(_KINDS)} with a model.safetensors (kind: {kind}); "
-            "must be a speculators checkpoint because vLLM reads the kind from it: `paceline draft train` makes one"
-        )
+    kind = drafter_kind(directory, key="SOURCE")
     read_parts(directory, kind, who=f"SOURCE: {directory}")
     evaluation = read_evaluation(directory) if (directory / EVALUATION_FILE).is_file() else None
     provenance = read_provenance(directory) if (directory / PROVENANCE_FILE).is_file() else None

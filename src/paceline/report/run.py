@@ -72,7 +72,7 @@ def write_report(run_dir: Path, *, step: int | None = None, against: Path | None
         other = None if against is None else read_run(against)
         figures = summary(run)
         chosen = _choose_step(run, step)
-        panels = [_reward_panel(run, figures), _stages_panel(run, figures)]
+        panels = [learning_panel(run, figures), _stages_panel(run, figures)]
         if chosen is not None:
             remark = " Shown is the step of median generation time." if step is None else ""
             panels += [_lengths_panel(run), _timeline_panel(run, chosen, remark)]
@@ -117,7 +117,8 @@ def _step_axis(axes: Axes, run: RecordedRun) -> None:
     step_axis(axes, 0 if run.evals and run.evals[0][0] == 0 else run.steps[0], run.steps[-1])
 
 
-def _reward_panel(run: RecordedRun, figures: RunSummary) -> Panel:
+def learning_panel(run: RecordedRun, figures: RunSummary) -> Panel:
+    """Draw reward and held-out accuracy over the steps of a run."""
     figure = new_figure(3.0)
     axes = figure.add_subplot()
     steps, reward = np.array(run.steps), run.series("reward/mean")

@@ -19,19 +19,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from transformers import AutoConfig
 
 from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
-from paceline.context import Context
-from paceline.devices import computes_bfloat16, on_gpu
+from paceline.context import Context, time_left
+from paceline.devices import fast_precision
 from paceline.drafters.checkpoint import save
 from paceline.drafters.kinds import new_drafter
-from paceline.drafters.provenance import Provenance, write_evaluation, write_provenance
-from paceline.drafters.trainer import DrafterTrainer, Evaluation, Schedule, evaluate
+from paceline.drafters.provenance import Evaluation, Provenance, write_evaluation, write_provenance
+from paceline.drafters.trainer import DrafterTrainer, Schedule, evaluate
 from paceline.files import read_jsonl
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.hidden_states import HiddenStateTap
@@ -125,7 +124,7 @@ def train_drafter(
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     samples = asyncio.run(_sample(model_path, prompts, recipe, config.max_position_embeddings, context))
     learner = FsdpLearner(
-        model_path, LearnerConfig(dtype=_precision(), microbatch_tokens=4096), ObjectiveConfig(), temperature=1.0
+        model_path, LearnerConfig(dtype=fast_precision(), microbatch_tokens=4096), ObjectiveConfig(), temperature=1.0
     )
     try:
         drafter, result, num_tokens = _train(kind, learner, model_path, samples, recipe, context)
@@ -148,12 +147,6 @@ def train_drafter(
     return result
 
 
-def _precision() -> Literal["bfloat16", "float32"]:
-    """The precision in which engines hand hidden states to the drafter and verify; float32 on a CPU that would take
-    four times as long for bfloat16, and whose rounding a drafter hardly notices."""
-    return "bfloat16" if on_gpu() or computes_bfloat16(torch.device("cpu")) else "float32"
-
-
 async def _sample(
     model_path: Path, prompts: Iterator[Prompt], recipe: WarmStart, longest: int, context: Context
 ) -> list[Sample]:
@@ -166,7 +159,7 @@ async def _sample(
         raise ValueError(
             f"prompts: must be shorter than the policy's {longest} positions; none of the first {len(first)} is"
         )
-    config = EngineConfig(dtype=_precision(), max_num_seqs=recipe.max_num_seqs, max_model_len=room, kv_cache_gb=1.0)
+    config = EngineConfig(dtype=fast_precision(), max_num_seqs=recipe.max_num_seqs, max_model_len=room, kv_cache_gb=1.0)
     context.progress(f"sampling {wanted:,} tokens")
     engine = await VllmEngine.start(
         "warmstart", model_path, config, seed=recipe.seed, cpus=sorted(os.sched_getaffinity(0))
@@ -264,7 +257,7 @@ def _run(
                 context.progress(
                     f"trained {trainer.num_tokens:,} of {num_tokens:,} tokens, overlap "
                     f"{trainer.take_metrics()['draft/overlap']:.3f}, {trainer.num_tokens / spent_s:,.0f} tokens/s, "
-                    f"about {max(0.0, spent_s / share - spent_s):.0f} s left"
+                    f"{time_left(spent_s / share - spent_s)}"
                 )
             if share >= 1.0:
                 break

@@ -20,15 +20,17 @@ import numpy as np
 
 from paceline.config import EagleDrafter, FixedSelector, MeasuredSelector, SelectorConfig, SpeculationConfig
 from paceline.context import Context
-from paceline.lab.bench import costs as bench_costs
-from paceline.lab.bench.workload import ENGINE, RequestSet, long_tailed, one_engine
-from paceline.lab.engines.stepped import Order, SteppedBatch, SteppedEngine, lockstep
+from paceline.lab.bench.costs import cost_requests
+from paceline.lab.bench.workload import ENGINE, RequestSet, long_tailed
 from paceline.measure import CpuTimes, Result, environment, middle
 from paceline.plan.engine_model import MeasuredModel
 from paceline.plan.lengths import Lengths
 from paceline.plan.run_model import Scenario, Times, simulate
+from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, lockstep, stepped_engine
 from paceline.selector.cost import Step
 from paceline.selector.cost_file import Conditions, Costs, load_costs, save_costs
+from paceline.selector.tuning import Cells, costs_of
+from paceline.sessions.tune import visit_cells
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
 
 LONGEST = 7
@@ -66,9 +68,7 @@ def run(
     before = CpuTimes.now()
     files = dict(zip(PRECISIONS, cost_files, strict=False))
     costs = {precision: load_costs(file) for precision, file in files.items() if file.is_file()}
-    cells: dict[str, bench_costs.Cells] = {
-        precision: defaultdict(list) for precision in PRECISIONS if precision not in costs
-    }
+    cells: dict[str, Cells] = {precision: defaultdict(list) for precision in PRECISIONS if precision not in costs}
     model_path = resolve_policy(model, context)
     drafter = resolve_drafter("arena", model, context)
     speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=LONGEST)
@@ -79,7 +79,9 @@ def run(
         for name, arm in ARMS.items():
             context.progress(f"starting the engine of {name}")
             how = None if arm.selector is None else speculation
-            started[name] = stack.enter_context(one_engine(model_path, how, seed=seed, config=configs[arm.precision]))
+            started[name] = stack.enter_context(
+                stepped_engine(model_path, how, seed=seed, config=configs[arm.precision])
+            )
         drafting = {arm.precision: started[name] for name, arm in ARMS.items() if arm.selector is not None}
         work = long_tailed(
             drafting["full"],
@@ -89,7 +91,7 @@ def run(
             max_tokens=640,
             seed=seed,
         )
-        requests = bench_costs.cost_requests(model_path, seed)
+        requests = cost_requests(model_path, seed)
         for number in range(repetitions + 1):
             orders = [
                 (started[name], Order(requests=work.requests, selector=arm.selector, name=name, to_the_end=True))
@@ -101,13 +103,13 @@ def run(
             )
             if number < repetitions:
                 for precision, seen in cells.items():
-                    bench_costs.visit_cells(drafting[precision], requests, seen, number)
+                    visit_cells(drafting[precision], requests, seen, number)
                     context.progress(
                         f"step costs, weights and KV cache {precision}: pass {number + 1} of {repetitions}"
                     )
     for precision, seen in cells.items():
         conditions = Conditions.here(model_path, drafter=speculation.drafter.kind, engine=configs[precision])
-        costs[precision] = bench_costs.costs_of(seen, conditions)
+        costs[precision] = costs_of(seen, conditions)
         if precision in files:
             save_costs(files[precision], costs[precision])
     warm_up, *counted = rounds

@@ -35,12 +35,12 @@ from paceline.context import Context
 from paceline.fp8 import KvScales
 from paceline.lab.arena.task import problems, solution
 from paceline.lab.bench.workload import ENGINE, arena_requests, one_of
-from paceline.lab.engines.stepped import Order, SteppedBatch, SteppedEngine
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.objective import mismatch
 from paceline.measure import CpuTimes, Goal, Result, environment, middle
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
+from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
 from paceline.types import Rollout, RolloutRequest, Sample
 from paceline.weights.shared_memory import ShmSender

@@ -36,9 +36,9 @@ from paceline.config import (
 )
 from paceline.context import Context
 from paceline.lab.bench.workload import ENGINE, RequestSet, engines, long_tailed, rate
-from paceline.lab.engines.stepped import Order, SteppedBatch, SteppedEngine, lockstep
 from paceline.lab.random_drafter import random_drafter
 from paceline.measure import CpuTimes, Goal, Result, environment, middle
+from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, lockstep
 from paceline.selector.cost import Step
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
 

@@ -24,8 +24,8 @@ from statistics import median
 from paceline.config import EagleDrafter, FixedSelector, MeasuredSelector, SpeculationConfig, TableSelector
 from paceline.context import Context
 from paceline.lab.bench.workload import ENGINE, engines, long_requests, rate
-from paceline.lab.engines.stepped import Order, SteppedEngine
 from paceline.measure import CpuTimes, Result, environment, middle
+from paceline.rollout.stepped import Order, SteppedEngine
 from paceline.selector.cost import Step
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
 from paceline.types import RolloutRequest

@@ -11,7 +11,6 @@ which is faster in every arm.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -24,8 +23,8 @@ from transformers import AutoTokenizer
 from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
 from paceline.context import Context
 from paceline.lab.arena.task import problems
-from paceline.lab.engines.stepped import Order, SteppedBatch, SteppedEngine
 from paceline.rollout.arguments import end_tokens
+from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, stepped_engine
 from paceline.selector.cost import Step
 from paceline.types import RolloutRequest
 
@@ -78,20 +77,10 @@ def engines(
         started = []
         for number, speculation in enumerate(speculations):
             context.progress(f"starting engine {number + 1} of {len(speculations)}")
-            started.append(stack.enter_context(one_engine(model_path, speculation, seed=seed + number, config=share)))
+            started.append(
+                stack.enter_context(stepped_engine(model_path, speculation, seed=seed + number, config=share))
+            )
         yield started
-
-
-@contextmanager
-def one_engine(
-    model_path: Path, speculation: SpeculationConfig | None, *, seed: int, config: EngineConfig
-) -> Iterator[SteppedEngine]:
-    engine = SteppedEngine(model_path, config, seed=seed, cpus=sorted(os.sched_getaffinity(0)), speculation=speculation)
-    try:
-        engine.wait()
-        yield engine
-    finally:
-        engine.close()
 
 
 def rate(steps: Sequence[Step]) -> float:

@@ -4,8 +4,9 @@ Relies on
     vllm/v1/engine/async_llm.py     AsyncLLM.output_handler, the task that waits for outputs; `__del__` calls `shutdown`
 
 because `AsyncLLM.shutdown` ends the EngineCore before it cancels that task, which then reports the end as a crash:
-"AsyncLLM output_handler failed" with a traceback, in every run that went well. And when Python ends, `__del__` calls
-`shutdown` once more, in a module whose names are gone by then. Goes when vLLM cancels first and shuts down once.
+"AsyncLLM output_handler failed" with a traceback, in every run that went well (vLLM issue 48745). And when Python ends,
+`__del__` calls `shutdown` once more, in a module whose names are gone by then. Goes when vLLM cancels first and shuts
+down once.
 """
 
 from __future__ import annotations

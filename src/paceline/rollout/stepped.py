@@ -1,4 +1,4 @@
-"""vLLM's engine stepped by hand in its own process, with its scheduler within reach, for the speculation benches.
+"""vLLM's engine stepped by hand in its own process, with its scheduler within reach, to time its steps.
 
     SteppedEngine.run(requests, selector) ──pipe──▶ child: vllm.LLM without EngineCore process ── worker
 
@@ -10,8 +10,10 @@ no streaming.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,6 +49,20 @@ class SteppedBatch:
     """What the scheduler saw of them, with the seconds of `step_s`; empty for an engine without speculation."""
     figures: dict[str, float]
     """What the selector believed in the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """How far a batch has come."""
+
+    share: float
+    """Share of the tokens that are asked for at most."""
+    num_tokens: int
+    num_running: int
+    draft_length: int
+    """Verified in the last step."""
+    seconds: float
+    """Spent in this engine's steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +110,8 @@ class SteppedEngine:
         self._pipe.send(order)
         self._answer()
 
-    def turn(self) -> float | SteppedBatch:
-        """One engine step; the share of the batch's tokens that are there, or the batch once it is done."""
+    def turn(self) -> Turn | SteppedBatch:
+        """Make one engine step; returns how far the batch has come, or the batch once it is done."""
         self._pipe.send(True)
         return self._answer()
 
@@ -117,6 +133,19 @@ class SteppedEngine:
         return answer
 
 
+@contextmanager
+def stepped_engine(
+    model_path: Path, speculation: SpeculationConfig | None, *, seed: int, config: EngineConfig
+) -> Iterator[SteppedEngine]:
+    """Start an engine on all cores; ready when it is yielded."""
+    engine = SteppedEngine(model_path, config, seed=seed, cpus=sorted(os.sched_getaffinity(0)), speculation=speculation)
+    try:
+        engine.wait()
+        yield engine
+    finally:
+        engine.close()
+
+
 def lockstep(orders: Sequence[tuple[SteppedEngine, Order]]) -> list[SteppedBatch]:
     """Batches on several engines at once. Always that engine runs whose batch has come least far, for a slice of its
     batch: what slows the machine down for some seconds slows all arms, in the same part of their batch. Slices are of
@@ -135,7 +164,7 @@ def lockstep(orders: Sequence[tuple[SteppedEngine, Order]]) -> list[SteppedBatch
                 done[number] = answer
                 del progress[number]
             else:
-                progress[number] = answer
+                progress[number] = answer.share
     return [done[number] for number in range(len(orders))]
 
 
@@ -184,7 +213,16 @@ def _run(
     passed_s = 0.0
     most_tokens, num_tokens = sum(request.max_tokens for request in order.requests), 0
     while in_flight := engine.get_num_unfinished_requests():
-        pipe.send((num_tokens + sum(request.num_output_tokens for request in _scheduler(llm).running)) / most_tokens)
+        there = num_tokens + sum(request.num_output_tokens for request in _scheduler(llm).running)
+        pipe.send(
+            Turn(
+                share=there / most_tokens,
+                num_tokens=there,
+                num_running=in_flight,
+                draft_length=recording.steps[-1].verified if recording is not None and recording.steps else 0,
+                seconds=passed_s,
+            )
+        )
         pipe.recv()
         before_s = time.perf_counter()
         outputs = engine.step()

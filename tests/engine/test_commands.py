@@ -1,0 +1,119 @@
+"""Commands as a user runs them: they do what they say, and nothing but Paceline's own lines is seen."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contexts import make_context
+from paceline.cli.common import register_lab
+from paceline.lab.demo.run import Size
+from paceline.lab.demo.run import run as run_demo
+from random_policy import make_policy, save_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """
+[policy]
+model = "{policy}"
+[data]
+kind = "jsonl"
+path = "{prompts}"
+reward = "examples/own_task/reward.py:reward"
+[rollout]
+temperature = 0.7
+max_tokens = 64
+[rollout.engine]
+max_model_len = 128
+max_num_seqs = 32
+kv_cache_gb = 0.05
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Config of a checkpoint and prompts of one's own, which an n-gram drafter goes on with."""
+    directory = tmp_path_factory.mktemp("own")
+    policy = save_tokenizer(make_policy(directory / "policy"))
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": loop * 6}) + "\n" for loop in ("abcd", "123", "+-+ ")))
+    file = directory / "config.toml"
+    file.write_text(CONFIG.format(policy=policy, prompts=prompts))
+    return file
+
+
+def paceline(*arguments: str | Path, own: str) -> str:
+    """Run a command that must go well; every line on stderr must match `own`. Returns what it printed."""
+    done = subprocess.run(  # noqa: PLW1510  looked at below
+        [sys.executable, "-m", "paceline.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line for line in done.stderr.splitlines() if not re.match(own, line)] == []
+    return done.stdout
+
+
+def test_certify_says_what_a_checkpoint_can_be_trusted_with(config: Path, tmp_path: Path) -> None:
+    file, html = tmp_path / "result.json", tmp_path / "certificate.html"
+    said = paceline("certify", config, "--quick", "--json", file, "--html", html, own="sampler: |engines: |fp32: ")
+    result = json.loads(file.read_text())
+    figures, details, page = result["figures"], result["details"], html.read_text()
+    assert details["failed"] == []
+    assert details["logp_by_class"]["accepted"]["count"] > 0
+    assert figures["drafted_tokens"] > 100 and figures["greedy_differences"] == 0
+    assert details["verdict"] == "INCONCLUSIVE" and "INCONCLUSIVE" in said, "--quick must not certify"
+    for word in ("INCONCLUSIVE", result["environment"]["versions"]["torch"], "prompt_lookup_max"):
+        assert word in page
+
+
+def test_certify_logp_agrees_with_the_learner(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    paceline("certify", "logp", config, "--tokens", "200", "--json", file, own="fp32: |bf16: ")
+    assert json.loads(file.read_text())["figures"]["fp32_max_abs"] < 1e-4
+
+
+def test_tune_writes_what_vllm_serve_and_a_run_need(tmp_path: Path) -> None:
+    out, file = tmp_path / "tuned", tmp_path / "result.json"
+    settings = ["rollout.engine.max_num_seqs=4", "rollout.engine.kv_cache_gb=0.05", "rollout.engine.dtype=float32"]
+    said = paceline(
+        *("tune", "arena:tiny", *settings, "--drafter", "arena", "--out", out, "--passes", "1", "--json", file),
+        own="starting the engine|pass 1 of 1 ",
+    )
+    result = json.loads(file.read_text())
+    assert result["figures"]["acceptance_1"] > 0.5, "the drafter that comes with the policy is a good one"
+    assert {"best_length_1", "best_length_2", "best_length_4", "gain_4"} <= result["figures"].keys()
+    serve = (out / "serve.sh").read_text()
+    assert serve in said and str(out / "costs.json") in serve and "AdaptiveScheduler" in serve
+    assert json.loads((out / "costs.json").read_text())["measured_on"]
+    assert "How much of a draft is accepted" in (out / "tune.html").read_text()
+
+
+def test_demo_measures_certifies_and_draws(tmp_path: Path) -> None:
+    register_lab()
+    size = Size(
+        model="arena:tiny",
+        num_requests=3,
+        longest=24,
+        num_prompts=2,
+        samples_per_prompt=8,
+        tokens=4,
+        rl_steps=0,
+        max_seconds=1e9,
+    )
+    page = tmp_path / "demo.html"
+    result = run_demo(context=make_context(), config_file=ROOT / "configs" / "demo.toml", page=page, size=size)
+    plain, ours = result.details["timelines"]
+    for timeline in (plain, ours):
+        assert timeline["running"][-1] == 0 and timeline["num_tokens"] == sorted(timeline["num_tokens"])
+    assert plain["num_tokens"][-1] == ours["num_tokens"][-1], "both do the same work"
+    assert set(plain["draft_length"]) == {0} and max(ours["draft_length"]) > 0
+    assert result.figures["speedup"] == plain["at_s"][-1] / ours["at_s"][-1]
+    assert result.figures["certified"] == 1.0
+    assert f"{result.figures['speedup']:.2f}x" in page.read_text()
