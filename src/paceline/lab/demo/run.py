@@ -33,8 +33,9 @@ from paceline.types import RolloutRequest, Tokens
 
 _MAX_DRAFT_LENGTH = 7
 _MOST_REQUESTS = 64
-_WARM_UP = 3
-"""Tokens of each request before anything is timed: the first steps find the caches cold."""
+_WARM_UP = 24
+"""Tokens of each request before anything is timed: first steps find the caches cold, and the selector knows nothing.
+An engine that trains has both behind it after its first batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Size:
     max_seconds: float
 
 
-FULL = Size(num_requests=16, longest=200, num_prompts=4, samples_per_prompt=32, tokens=6, rl_steps=3, max_seconds=300.0)
+FULL = Size(num_requests=12, longest=280, num_prompts=4, samples_per_prompt=32, tokens=6, rl_steps=2, max_seconds=300.0)
 QUICK = Size(num_requests=8, longest=100, num_prompts=4, samples_per_prompt=16, tokens=4, rl_steps=0, max_seconds=120.0)
 
 
@@ -129,7 +130,7 @@ def _compare(
             stack.callback(engine.close)
         for engine, selector in zip(engines, selectors, strict=True):
             engine.wait()
-            engine.run(Order(requests=warm_up, selector=selector, name="warm-up"))
+            engine.run(Order(requests=warm_up, selector=selector, name="demo", to_the_end=True))
         for engine, selector, timeline in zip(engines, selectors, timelines, strict=True):
             with shown([line for line in timelines if line is timeline or line.at_s], context) as watch:
                 batch = play(engine, requests, timeline, selector=selector, watch=watch)
