@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from transformers import AutoTokenizer
 
 from paceline.config import SelectorConfig
@@ -47,13 +48,11 @@ class DemoTimeline:
     def seconds(self) -> float:
         return self.at_s[-1] if self.at_s else 0.0
 
-    def rate(self, window_s: float = 3.0) -> float:
-        """Tokens a second of late."""
-        if not self.at_s:
-            return 0.0
-        first = int(np.searchsorted(self.at_s, self.at_s[-1] - window_s))
-        span_s = self.at_s[-1] - (self.at_s[first - 1] if first else 0.0)
-        return (self.num_tokens[-1] - (self.num_tokens[first - 1] if first else 0)) / max(span_s, 1e-9)
+    def rates(self, window_s: float = 2.0) -> npt.NDArray[np.float64]:
+        """Tokens a second over the last moments, at the end of every step."""
+        at_s, tokens = np.array([0.0, *self.at_s]), np.array([0, *self.num_tokens])
+        first = np.searchsorted(at_s, at_s[1:] - window_s)
+        return (tokens[1:] - tokens[first]) / np.maximum(at_s[1:] - at_s[first], 1e-9)
 
 
 def long_tailed_batch(model_path: Path, *, num_requests: int, longest: int, seed: int) -> list[RolloutRequest]:

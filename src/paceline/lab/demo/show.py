@@ -59,5 +59,5 @@ def _line(timeline: DemoTimeline, longest_s: float) -> str:
     drafts = f"  draft length {timeline.draft_length[-1]}" if any(timeline.draft_length) else ""
     return (
         f"{timeline.name:<11} {bar:<{_WIDTH}} {done:>3}/{timeline.num_requests} rollouts {timeline.seconds:6.1f} s "
-        f"{timeline.rate():6.0f} tokens/s{drafts}"
+        f"{timeline.rates()[-1]:6.0f} tokens/s{drafts}"
     )
