@@ -12,19 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from contexts import make_context
 from paceline import assets
 from paceline.config import EngineConfig, FixedSelector, SpeculationConfig
-from paceline.drafters.checkpoint import load, preflight, with_own_embeddings
+from paceline.drafters.checkpoint import load, with_own_embeddings
 from paceline.drafters.kinds import guess
 from paceline.drafters.packing import Document, make_pack
 from paceline.drafters.rounds import drafter_weights
-from paceline.lab.arena.prompts import drafter_prompts
 from paceline.lab.arena.task import problems
 from paceline.lab.random_drafter import random_drafter
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.amx import has_amx
-from paceline.sessions.draft import WarmStart, default_taps, train_drafter
+from paceline.sessions.draft import default_taps
 from paceline.types import RolloutRequest, Tokens
 from paceline.weights.shared_memory import ShmSender
 from random_policy import make_drafter
@@ -238,31 +236,6 @@ def test_a_pushed_drafter_leaves_the_policy_alone(
     assert [ids.tolist() for ids in after] == [ids.tolist() for ids in before]
     assert ok == own_ends
     assert ok or "embed_tokens" in (error or ""), error
-
-
-def test_a_warm_start_makes_a_drafter_of_the_policy(policy_path: Path, tmp_path: Path) -> None:
-    """From sampling on an engine to a checkpoint: a drafter that read hidden states of other tokens would not learn."""
-    lines: list[str] = []
-    tokenizer = AutoTokenizer.from_pretrained(policy_path)
-    recipe = WarmStart(
-        train_tokens=24_000,
-        most_tokens=64_000,
-        rollout_tokens=8_000,
-        heldout_tokens=1_000,
-        tokens_per_step=256,
-        max_num_seqs=64,
-    )
-    found = train_drafter(
-        "eagle3",
-        policy_path,
-        drafter_prompts(tokenizer),
-        tmp_path / "new",
-        recipe,
-        context=make_context(report=lines.append),
-    )
-    assert found.overlap[0] > 0.2, "by chance one guess in 96 hits"
-    assert "accepted length" in lines[-1], "no second stage"
-    preflight(tmp_path / "new", policy_path, kind="eagle3", max_model_len=64)
 
 
 async def accepted_share(engine: VllmEngine, prompts: Sequence[Tokens]) -> float:

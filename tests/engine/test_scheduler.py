@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -20,6 +16,7 @@ from typing import Any
 import pytest
 
 from random_policy import make_policy
+from serving import API_SERVER, complete, served
 
 HOST = Path(__file__).with_name("host.py")
 QUIET = {
@@ -128,62 +125,24 @@ def test_scheduler_is_the_one_for_how_vllm_schedules(ahead: bool) -> None:
 
 
 def test_server_adapts_with_two_flags(policy_path: Path, tmp_path: Path) -> None:
-    """`vllm serve` is how most people run vLLM; settings must get through its command line.
-
-    Started by the module that `vllm serve` starts: the command itself does not come up from the CPU rebuild, whose
-    package has another name than the one that it asks its version of.
-    """
+    """`vllm serve` is how most people run vLLM; settings must get through its command line."""
     trace = tmp_path / "steps.jsonl"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     flags = {
         "--scheduler-cls": "paceline.rollout.scheduler.AdaptiveScheduler",
         "--speculative-config": json.dumps(
             {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 4}
         ),
         "--additional-config": json.dumps({"paceline": {"trace": str(trace)}}),
-        "--host": "127.0.0.1",
-        "--port": str(port),
         "--dtype": "float32",
         "--max-model-len": "512",
         "--max-num-seqs": "8",
         "--kv-cache-memory-bytes": "100000000",
         "--max-num-batched-tokens": "2048",
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(policy_path)]
-    command += [part for flag in flags.items() for part in flag]
+    command = [*API_SERVER, str(policy_path), *(part for flag in flags.items() for part in flag)]
     command += ["--enforce-eager", "--skip-tokenizer-init", "--no-enable-chunked-prefill"]
-    log = (tmp_path / "log").open("w")
-    server = subprocess.Popen(command, env=os.environ | QUIET, stdout=log, stderr=log)
-    try:
-        _wait_for(f"http://127.0.0.1:{port}/health", server, tmp_path / "log")
+    with served(command, env=os.environ | QUIET, log=tmp_path / "log") as url:
         # Only one token is allowed: n-grams predict it.
-        body = {
-            "model": str(policy_path),
-            "prompt": [5, 6, 7],
-            "max_tokens": 200,
-            "allowed_token_ids": [7],
-            "ignore_eos": True,
-        }
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert json.loads(answer.read())["usage"]["completion_tokens"] == 200
-    finally:
-        server.terminate()
-        server.wait(30)
+        answer = complete(url, prompt=[5, 6, 7], max_tokens=200, allowed_token_ids=[7], ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 200
     assert mean(step["drafted"] for step in steps(trace)[-20:]) > 2
-
-
-def _wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + 400
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()[-3000:]
-        try:
-            urllib.request.urlopen(url, timeout=2).close()
-            return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.2)
-    raise AssertionError(f"no answer from {url}\n{log.read_text()[-3000:]}")

@@ -20,7 +20,8 @@ def add_to(commands: Commands) -> None:
         description="Time a few steps of MODEL with its drafter at every batch size and draft length.\n"
         "DIR then holds\n"
         "  costs.json   what a step costs and what is accepted: speculation.selector.costs=DIR/costs.json\n"
-        "  serve.sh     the same for `vllm serve`; on a GPU with the CUDA graphs that the draft lengths need\n"
+        "  serve.sh     the same for `vllm serve`; on a GPU with the CUDA graphs that the draft lengths need.\n"
+        "               It takes further options: sh DIR/serve.sh --port 9000\n"
         "  tune.html    which draft length pays at which batch",
         epilog="example:\n"
         "  paceline tune MODEL --drafter DRAFTER --data prompts.jsonl --out tuned\n"
@@ -82,7 +83,7 @@ def _tune(options: argparse.Namespace, context: Context) -> int:
     with atomic_directory(options.out) as partial:
         save_costs(partial / "costs.json", tuning.costs)
         costs_file = options.out.resolve() / "costs.json"
-        command = session.serve_command(options.model, speculation, engine, costs_file, graphs=on_gpu())
+        command = session.serve_command(model_path, speculation, engine, costs_file, graphs=on_gpu())
         (partial / "serve.sh").write_text(command + "\n", encoding="utf-8")
         write_tuning_page(partial / "tune.html", result, tuning, command)
     print(_table(tuning))

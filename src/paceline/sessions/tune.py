@@ -51,7 +51,7 @@ def speculation_with(drafter: str, model: str, config: Config, context: Context)
         return wanted.model_copy(update={"drafter": NgramDrafter()})
     path = resolve_drafter(drafter, model, context)
     learned = _LEARNED[drafter_kind(path, key="--drafter")]
-    return wanted.model_copy(update={"drafter": learned(path=str(path))})
+    return wanted.model_copy(update={"drafter": learned(path=str(path.resolve()))})
 
 
 def tune(
@@ -107,12 +107,15 @@ def room(max_draft_length: int) -> int:
 
 
 def serve_command(
-    model: str, speculation: SpeculationConfig, config: EngineConfig, costs_file: Path, *, graphs: bool
+    model_path: Path, speculation: SpeculationConfig, config: EngineConfig, costs_file: Path, *, graphs: bool
 ) -> str:
-    """Return the command that serves the model with what was measured; with `graphs`, for a GPU."""
+    """Return a shell script that serves the model as it was measured, from any directory; with `graphs`, for a GPU.
+    Arguments of the script go to `vllm serve`."""
     plan = graph_plan(speculation, config) if graphs else None
     measured = speculation.model_copy(update={"selector": MeasuredSelector(costs=costs_file)})
     options = {
+        "--dtype": config.dtype,
+        "--tensor-parallel-size": str(config.tensor_parallel_size),
         "--max-num-seqs": str(config.max_num_seqs),
         "--scheduler-cls": SCHEDULER,
         "--speculative-config": json.dumps(speculative_config(speculation, config, plan)),
@@ -121,5 +124,9 @@ def serve_command(
     if plan is not None:
         options["--compilation-config"] = json.dumps({"cudagraph_capture_sizes": plan.capture_sizes})
     return " \\\n    ".join(
-        (f"vllm serve {shlex.quote(model)}", *(f"{name} {shlex.quote(value)}" for name, value in options.items()))
+        (
+            f"vllm serve {shlex.quote(str(model_path.resolve()))}",
+            *(f"{name} {shlex.quote(value)}" for name, value in options.items()),
+            '"$@"',
+        )
     )

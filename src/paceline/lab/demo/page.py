@@ -65,6 +65,7 @@ def _timelines(timelines: Sequence[DemoTimeline], speedup: float) -> Panel:
         rows[0].axvline(timeline.seconds, color=colour, linewidth=0.8, linestyle=":")
         rows[1].plot(timeline.at_s, timeline.rates(), color=colour, linewidth=1.4)
     rows[2].step(ours.at_s, ours.draft_length, where="pre", color=ORANGE, linewidth=1.2)
+    rows[0].yaxis.get_major_locator().set_params(integer=True)
     rows[0].set_ylabel("rollouts running")
     rows[1].set_ylabel("tokens/s")
     rows[2].set_ylabel("draft length")
