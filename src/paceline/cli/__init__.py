@@ -22,8 +22,7 @@ from paceline.types import PacelineError
 _EPILOG = (
     "start here:\n"
     "  paceline doctor                                  what works on this machine, check by check (about 4 minutes)\n"
-    "  paceline demo                                    train the small arena policy, write a report "
-    "(about 10 minutes)\n"
+    "  paceline demo                                    the promise, kept on this machine (about 5 minutes)\n"
     "  paceline train configs/arena.toml run.steps=10   train as a config says; any setting can be overridden\n"
     "  paceline report runs/arena                       turn a run into one HTML page\n"
     "  paceline plan Qwen/Qwen3-8B --gpus 8xH100 --batch 512 --lengths 4000/32768      what a run would gain, before "

@@ -70,7 +70,7 @@ def _timelines(timelines: Sequence[DemoTimeline], speedup: float) -> Panel:
     rows[1].set_ylabel("tokens/s")
     rows[2].set_ylabel("draft length")
     rows[2].set_xlabel("seconds")
-    rows[0].legend(loc="upper right")
+    rows[0].legend(loc="upper right", bbox_to_anchor=(0.94, 1.0))
     note = (
         f"{plain.num_requests} rollouts, each engine on all cores, one after the other. The last "
         f"rollouts run alone: there drafts are longest and gain most. {speedup:.2f} times as fast in all."

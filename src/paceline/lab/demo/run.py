@@ -54,7 +54,7 @@ class Size:
     max_seconds: float
 
 
-FULL = Size(num_requests=12, longest=280, num_prompts=4, samples_per_prompt=32, tokens=6, rl_steps=2, max_seconds=300.0)
+FULL = Size(num_requests=12, longest=280, num_prompts=4, samples_per_prompt=32, tokens=6, rl_steps=3, max_seconds=300.0)
 QUICK = Size(num_requests=8, longest=100, num_prompts=4, samples_per_prompt=16, tokens=4, rl_steps=0, max_seconds=120.0)
 
 

@@ -1,0 +1,62 @@
+"""Commands in the documents: each is one that `paceline` takes, and says how it was run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.cli.certify import spelled_out
+from paceline.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+RUN_BY = {
+    "train": "e2e/test_cluster.py",
+    "report": "unit/test_drafter_report.py",
+    "plan": "unit/test_cli.py",
+    "doctor": "engine/test_doctor.py",
+    "demo": "engine/test_commands.py",
+    "tune": "engine/test_commands.py",
+    "draft train": "engine/test_commands.py",
+    "certify": "engine/test_commands.py",
+    "certify logp": "engine/test_commands.py",
+    "export drafter": "unit/test_export.py",
+}
+"""The test that runs a command as users do. A bench takes too long for that: its recorded result stands for it."""
+NOT_RECORDED = {"costs": "`paceline tune` on the arena, run by engine/test_commands.py"}
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of every `paceline` command in a page's shell blocks."""
+    for block in re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["paceline"]:
+                yield words[1:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_are_taken(page: Path) -> None:
+    """Options, settings and files that are not there would fail a reader who pastes the line."""
+    for words in commands(page.read_text(encoding="utf-8")):
+        cli._parser().parse_args(spelled_out(words))
+        settings = [word for word in words if re.match(r"[a-z_]+(\.[a-z_0-9]+)+=", word)]
+        file = next((ROOT / word for word in words if word.startswith(("configs/", "examples/"))), None)
+        load_config(file, settings)
+        if words[0] == "bench":
+            told = words[1] in NOT_RECORDED or list((ROOT / "benchmarks").glob(f"{words[1]}*.json"))
+            assert told, f"{words}: neither recorded nor run"
+        else:
+            name = " ".join(words[:2])
+            test = (ROOT / "tests" / RUN_BY.get(name, RUN_BY.get(words[0], "nowhere"))).read_text(encoding="utf-8")
+            assert f'"{words[0]}"' in test or f"run_{words[0]}(" in test, f"{words}: no test runs it"
+
+
+def test_a_page_has_commands() -> None:
+    """Where blocks are not found, nothing is tested."""
+    assert len(list(commands((ROOT / "README.md").read_text(encoding="utf-8")))) >= 6
