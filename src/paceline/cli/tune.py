@@ -84,7 +84,8 @@ def _tune(options: argparse.Namespace, context: Context) -> int:
         save_costs(partial / "costs.json", tuning.costs)
         costs_file = options.out.resolve() / "costs.json"
         command = session.serve_command(model_path, speculation, engine, costs_file, graphs=on_gpu())
-        (partial / "serve.sh").write_text(command + "\n", encoding="utf-8")
+        # Replaced by the server, so that signals reach it; further options are passed on.
+        (partial / "serve.sh").write_text(f'exec {command} "$@"\n', encoding="utf-8")
         write_tuning_page(partial / "tune.html", result, tuning, command)
     print(_table(tuning))
     print(command)

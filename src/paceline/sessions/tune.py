@@ -109,8 +109,7 @@ def room(max_draft_length: int) -> int:
 def serve_command(
     model_path: Path, speculation: SpeculationConfig, config: EngineConfig, costs_file: Path, *, graphs: bool
 ) -> str:
-    """Return a shell script that serves the model as it was measured, from any directory; with `graphs`, for a GPU.
-    Arguments of the script go to `vllm serve`."""
+    """Return the command that serves the model as it was measured, from any directory; with `graphs`, for a GPU."""
     plan = graph_plan(speculation, config) if graphs else None
     measured = speculation.model_copy(update={"selector": MeasuredSelector(costs=costs_file)})
     options = {
@@ -127,6 +126,5 @@ def serve_command(
         (
             f"vllm serve {shlex.quote(str(model_path.resolve()))}",
             *(f"{name} {shlex.quote(value)}" for name, value in options.items()),
-            '"$@"',
         )
     )
