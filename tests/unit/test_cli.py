@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from letters import Letters
 from paceline import cli
 from paceline.cli import bench, common, report
 from paceline.config import EngineConfig, HubData
@@ -51,13 +52,6 @@ def test_dataset_directory_is_loaded_without_the_hub(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": text} for text in "abcd"]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "data"))
-
-    class Letters:
-        def encode(self, text: str) -> list[int]:
-            return [ord(letter) for letter in text]
-
-        def decode(self, token_ids, skip_special_tokens: bool = False) -> str:
-            return ""
 
     task = load_task(HubData(path=str(tmp_path / "data"), reward="operator:eq"), Letters(), seed=0, num_heldout=1)
     assert [prompt.text for prompt in task.heldout] == ["d"]

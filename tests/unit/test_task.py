@@ -3,24 +3,17 @@
 import asyncio
 import json
 from itertools import islice
+from typing import cast
 
 import numpy as np
 import pytest
 
+from letters import Letters
 from paceline.config import HubData, JsonlData
+from paceline.lab.arena.tokenizer import make_tokenizer
 from paceline.orchestrator.rewards import load_reward, scorer
 from paceline.orchestrator.task import load_task
-from paceline.types import Group, PacelineError, Prompt, Rollout
-
-
-class Letters:
-    """A tokenizer of one token a letter."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids, skip_special_tokens=False) -> str:
-        return "".join(chr(token) for token in token_ids)
+from paceline.types import Group, PacelineError, Prompt, Rollout, Tokenizer
 
 
 def write_task(tmp_path, reward: str, rows: list[dict]) -> JsonlData:
@@ -47,6 +40,7 @@ def group_of(prompt: Prompt, completion: str) -> Group:
     return Group(group_id=0, prompt=prompt, rollouts=(rollout,))
 
 
+CHAT = {"role": "user", "content": "hi"}
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(10)]
 
 
@@ -99,6 +93,32 @@ def test_wrong_reward_spec_says_what_to_write(spec, says):
 def test_missing_prompt_field_names_the_fields_that_are_there(tmp_path):
     data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", [{"question": "q"}] * 5)
     with pytest.raises(ValueError, match=r"no text under 'prompt'; it has \['question'\]"):
+        load_task(data, Letters(), seed=0, num_heldout=1)
+
+
+def test_messages_go_through_the_chat_template_and_special_tokens_are_not_added_twice(tmp_path):
+    chat = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
+    rows = [{"prompt": "trained on"}, {"prompt": chat}, {"prompt": "1+1"}]
+    data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", rows)
+    tokenizer = Letters(begin="^")
+    from_chat, from_text = load_task(data, tokenizer, seed=0, num_heldout=2).heldout
+    assert from_chat.text == "^<system>add<user>1+1<assistant>"
+    assert tokenizer.decode(from_chat.token_ids.tolist()) == "^<system>add<user>1+1<assistant>"
+    assert tokenizer.decode(from_text.token_ids.tolist()) == "^1+1", "a text is encoded as the tokenizer does by itself"
+
+
+def test_tokenizer_without_a_chat_template_says_where_it_goes(tmp_path):
+    data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", [{"prompt": [CHAT]}] * 2)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"^data.prompt_key: train/0 .*chat_template.jinja in the directory of policy"):
+        load_task(data, cast("Tokenizer", tokenizer), seed=0, num_heldout=1)
+
+
+@pytest.mark.parametrize("content", [None, 7, [], {"role": "user", "content": "hi"}])
+def test_prompt_that_is_neither_text_nor_messages_is_refused(tmp_path, content):
+    data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", [{"prompt": content}] * 2)
+    with pytest.raises(ValueError, match=r"^data.prompt_key: train/0 has .*must be a text or a list of messages"):
         load_task(data, Letters(), seed=0, num_heldout=1)
 
 

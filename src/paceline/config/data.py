@@ -21,7 +21,8 @@ class JsonlData(Section):
     path: Path
     """File with one JSON object a line."""
     prompt_key: str = "prompt"
-    """Field that holds the prompt text."""
+    """Field that holds the prompt: a text, or a list of messages (`{"role": ..., "content": ...}`) for the chat
+    template of the policy's tokenizer."""
     reward: str
     """Reward function as `file.py:function` or `package.module:function`; called as reward(prompt, completion) or
     reward(prompt, completion, row)."""
@@ -36,7 +37,7 @@ class HubData(Section):
     split: str = "train"
     """Split of the dataset."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt text."""
+    """Column that holds the prompt, as in the jsonl kind."""
     reward: str
     """Reward function, as in the jsonl kind."""
 

@@ -34,8 +34,27 @@ class Task:
     reward: Reward
 
 
-def make_prompt(identity: str, text: str, row: Row, tokenizer: Tokenizer) -> Prompt:
-    return Prompt(id=identity, text=text, token_ids=np.asarray(tokenizer.encode(text), np.int32), row=row)
+def make_prompt(identity: str, content: object, row: Row, tokenizer: Tokenizer) -> Prompt:
+    """Make a prompt of a text as it is, or of messages ({"role", "content"}) through the tokenizer's chat template."""
+    if isinstance(content, str):
+        text, token_ids = content, tokenizer.encode(content)
+    elif isinstance(content, list) and content:
+        text = _chat(identity, content, tokenizer)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+    else:
+        raise ValueError(f"data.prompt_key: {identity} has {content!r:.60}; must be a text or a list of messages")
+    return Prompt(id=identity, text=text, token_ids=np.asarray(token_ids, np.int32), row=row)
+
+
+def _chat(identity: str, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program of its own, which may raise anything
+        raise ValueError(
+            f"data.prompt_key: {identity} is a list of messages that the tokenizer cannot make a text of: {error}. A "
+            "tokenizer takes its chat template from chat_template.jinja in the directory of policy.model; messages "
+            'must be [{"role": ..., "content": ...}, ...] in an order that the template allows'
+        ) from error
 
 
 def load_task(data: JsonlData | HubData, tokenizer: Tokenizer, *, seed: int, num_heldout: int) -> Task:
@@ -87,10 +106,9 @@ def _read_datasets(data: HubData) -> list[Row]:
 
 
 def _prompt_of(row: Row, index: int, key: str, part: str, tokenizer: Tokenizer) -> Prompt:
-    text = row.get(key)
-    if not isinstance(text, str):
+    if key not in row:
         raise ValueError(f"data.prompt_key: row {index} has no text under {key!r}; it has {sorted(row)}")
-    return make_prompt(f"{part}/{index}", text, row, tokenizer)
+    return make_prompt(f"{part}/{index}", row[key], row, tokenizer)
 
 
 def _epochs(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:

@@ -81,7 +81,7 @@ def grow(source_dir: Path, target_dir: Path, target: Shape, *, dtype: torch.dtyp
     stored = {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
     save_file(stored, target_dir / "model.safetensors", metadata={"format": "pt"})
     _grow_config(config, plan, dtype).save_pretrained(target_dir)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(source_dir / name, target_dir / name)
     (target_dir / GROWTH_FILE).write_text(json.dumps({"original_layers": plan.layers}) + "\n", encoding="utf-8")
 

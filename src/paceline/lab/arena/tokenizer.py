@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from paceline.lab.arena.task import ANSWER_MARK, CONNECTORS, MAX_TERM, MAX_TERMS, VERBS
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""What is said and nothing else: the task has no word for who says it."""
 
 
 def vocabulary() -> tuple[str, ...]:
@@ -41,4 +43,5 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=EOS,
         unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )

@@ -1,0 +1,78 @@
+"""The files under examples/ as their reader finds them: they load, and their rewards tell right from wrong."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from paceline.config import Config, JsonlData
+from paceline.lab.arena.task import problems
+from paceline.lab.arena.tokenizer import make_tokenizer
+from paceline.orchestrator.rewards import load_reward
+from paceline.orchestrator.task import load_task
+from paceline.types import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+GSM8K = ROOT / "examples" / "gsm8k"
+
+
+@pytest.fixture(autouse=True)
+def at_the_top_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def read_rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_gsm8k_rows_are_those_that_its_script_makes() -> None:
+    script = runpy.run_path(str(GSM8K / "make_data.py"))
+    assert [script["with_prompt"](row) for row in script["arena_rows"]()] == read_rows(GSM8K / "train.jsonl")
+
+
+def test_gsm8k_prompts_are_the_arenas_own_after_its_chat_template() -> None:
+    """Otherwise the policy is asked in words that it has never seen."""
+    pytest.importorskip("math_verify", reason="the reward needs math-verify")
+    config = Config.model_validate(tomllib.loads((GSM8K / "config.toml").read_text()))
+    assert isinstance(config.data, JsonlData)
+    tokenizer = make_tokenizer()
+    task = load_task(config.data, cast("Tokenizer", tokenizer), seed=0, num_heldout=config.eval.num_prompts)
+    first = next(problem for problem in problems(seed=2) if len(problem.terms) <= 6)
+    prompt = next(prompt for prompt in task.prompts if prompt.id == "train/0")
+    assert prompt.text == first.prompt
+    for prompt in task.heldout:
+        assert tokenizer.decode(prompt.token_ids.tolist()) == prompt.text == prompt.row["question"]
+        assert tokenizer.unk_token_id not in prompt.token_ids
+
+
+@pytest.mark.parametrize(
+    ("completion", "worth"),
+    [
+        (" (1)+8 from 04 makes 12\n ####1234", 1.0),
+        ("so it costs\n#### 1,234", 1.0),
+        ("#### $1234.00", 1.0),
+        ("#### \\boxed{1234}", 1.0),
+        ("#### 7 #### 1234", 1.0),
+        ("#### 1235", 0.0),
+        ("the answer is 1234", 0.0),
+        ("####", 0.0),
+        ("#### 9^9^9^9", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_gsm8k_reward_is_for_the_right_number_after_the_mark(completion: str, worth: float) -> None:
+    pytest.importorskip("math_verify", reason="the reward needs math-verify")
+    reward = load_reward("examples/gsm8k/reward.py:reward")
+    assert reward("", completion, {"answer": "1,200+34=<<1200+34=1234>>1,234\n#### 1,234"}) == worth
+
+
+def test_gsm8k_reward_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"^data.reward: .*needs math-verify: pip install 'paceline\[math\]'"):
+        load_reward("examples/gsm8k/reward.py:reward")
