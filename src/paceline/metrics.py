@@ -86,7 +86,7 @@ class Metrics:
 
 class Sink(Protocol):
     """Takes records as they come. `kind` says what one is: "run", "stage", "step", "rollouts", "draft_length",
-    "mismatch", "places", "eval", "event", "progress"."""
+    "mismatch", "places", "eval", "texts", "event", "progress"."""
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None: ...
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
 _WITH_METRICS = ("step", "eval")
 """Records that have a step and metrics."""
+_TEXTS = "eval/texts"
+"""Name of sampled texts where a tracker shows text."""
 
 
 class WandbSink:
     def __init__(self, config: Config, directory: Path) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
+        self._table = wandb.Table
         self._run = wandb.init(
             project="paceline", name=directory.name, dir=directory, config=config.model_dump(mode="json")
         )
@@ -38,6 +41,10 @@ class WandbSink:
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
         if kind in _WITH_METRICS:
             self._run.log(dict(record["metrics"]), step=record["step"])
+        elif kind == "texts":
+            columns = ["which", "reward", "prompt_id", "prompt", "completion"]
+            rows = [[text[column] for column in columns] for text in record["texts"]]
+            self._run.log({_TEXTS: self._table(columns=columns, data=rows)}, step=record["step"])
 
     def close(self) -> None:
         self._run.finish()
@@ -55,6 +62,8 @@ class TensorBoardSink:
             for key, value in record["metrics"].items():
                 self._writer.add_scalar(key, value, record["step"])
             self._writer.flush()
+        elif kind == "texts":
+            self._writer.add_text(_TEXTS, _markdown(record["texts"]), record["step"])
 
     def close(self) -> None:
         self._writer.close()
@@ -74,6 +83,8 @@ class MlflowSink:
             # MLflow refuses a batch with a value that is not a number.
             metrics = {key: value for key, value in record["metrics"].items() if math.isfinite(value)}
             self._mlflow.log_metrics(metrics, step=record["step"])
+        elif kind == "texts":
+            self._mlflow.log_text(_markdown(record["texts"]), f"{_TEXTS}/step-{record['step']}.md")
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -119,6 +130,16 @@ def open_sinks(config: Config, directory: Path) -> list[Sink]:
                 f"run.sinks: got {name}, which needs {error.name}; pip install 'paceline[{name}]'"
             ) from None
     return sinks
+
+
+def _markdown(texts: Sequence[Mapping[str, Any]]) -> str:
+    """Sampled texts as indented blocks: whatever a policy writes, none of it becomes markup."""
+    blocks: list[str] = []
+    for text in texts:
+        blocks.append(f"**{text['which']}, reward {text['reward']:g}** ({text['prompt_id']})")
+        for part in ("prompt", "completion"):
+            blocks.append("\n".join(f"    {line}" for line in text[part].splitlines()))
+    return "\n\n".join(blocks) + "\n"
 
 
 def prometheus_name(key: str) -> str:

@@ -58,6 +58,7 @@ def simulate(
     score=score_by_parity,
     save_to=None,
     raise_precision=None,
+    decode=None,
 ):
     """One run; returns its records by kind and the learner."""
     path = tmp_path / "metrics.jsonl"
@@ -84,6 +85,7 @@ def simulate(
             heldout=list_of_prompts(6),
             score=score,
             raise_precision=raise_precision,
+            decode=decode,
         )
         await train(parts, config, recorder, save_to=save_to)
 
@@ -383,3 +385,43 @@ def test_scales_are_calibrated_after_every_update_and_before_the_first_batch(tmp
 def test_engines_in_full_precision_are_not_calibrated(tmp_path):
     _, learner = simulate(tmp_path, load_config(None, SMALL), learner=CalibratedLearner(qk_norm=True))
     assert learner.calls == ["update"] * 3
+
+
+async def score_by_length(groups: Sequence[Group]) -> list[list[float]]:
+    return [[float(len(rollout.token_ids)) for rollout in group.rollouts] for group in groups]
+
+
+def test_an_evaluation_shows_its_best_its_middle_and_its_worst_answer(tmp_path):
+    settings = [*SMALL, "eval.every=2", "eval.num_prompts=5", "run.steps=3"]
+    records, _ = simulate(
+        tmp_path, load_config(None, settings), score=score_by_length, decode=lambda ids: "x" * len(ids)
+    )
+    assert [record["step"] for record in records["texts"]] == [0, 2, 3]
+    heldout = {prompt.id: prompt.text for prompt in list_of_prompts(5)}
+    for record, evaluation in zip(records["texts"], records["eval"], strict=True):
+        rewards = {text["which"]: text["reward"] for text in record["texts"]}
+        assert list(rewards) == ["best", "middle", "worst"] and rewards["best"] > rewards["middle"] > rewards["worst"]
+        assert rewards["worst"] < evaluation["metrics"]["eval/accuracy"] < rewards["best"]
+        for text in record["texts"]:
+            assert text["prompt"] == heldout[text["prompt_id"]]
+            assert text["completion"] == "x" * int(text["reward"]), "another's reward or answer"
+
+
+def test_an_evaluation_of_one_answer_shows_it_once(tmp_path):
+    config = load_config(None, [*SMALL, "eval.every=3", "eval.num_prompts=1", "eval.samples_per_prompt=1"])
+    records, _ = simulate(tmp_path, config, decode=lambda ids: "said")
+    assert [len(record["texts"]) for record in records["texts"]] == [1, 1]
+
+
+def test_a_long_answer_is_recorded_with_its_beginning_and_its_end(tmp_path):
+    """Its end is what a reward looks at; all of it, at every evaluation, would be a file that nobody opens."""
+    config = load_config(None, [*SMALL, "eval.every=3", "eval.num_prompts=1", "eval.samples_per_prompt=1"])
+    records, _ = simulate(tmp_path, config, decode=lambda ids: "begin" + 30_000 * "-" + "#### 42")
+    completion = records["texts"][0]["texts"][0]["completion"]
+    assert completion.startswith("begin-") and completion.endswith("-#### 42") and len(completion) < 2100
+    assert "28,012 characters left out" in completion
+
+
+def test_without_a_tokenizer_no_texts_are_recorded(tmp_path):
+    records, _ = simulate(tmp_path, load_config(None, [*SMALL, "eval.every=3"]))
+    assert len(records["eval"]) == 2 and "texts" not in records

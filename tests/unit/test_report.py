@@ -416,6 +416,19 @@ def test_names_from_outside_cannot_become_markup(tmp_path: Path):
     assert "&lt;i&gt;0$x_$" in page
 
 
+def test_answers_of_the_first_and_the_last_evaluation_are_shown_as_they_were_written(tmp_path: Path):
+    run = FakeRun(tmp_path / "run", steps=4).write()
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, said in ((0, "at first"), (2, "between"), (4, "<b>in</b>\nthe end")):
+            text = {"which": "best", "reward": 0.25, "prompt_id": "heldout/1", "prompt": "1 < 2?\n", "completion": said}
+            file.write(json.dumps({"kind": "texts", "step": step, "time_s": 1.0, "texts": [text]}) + "\n")
+    page = write_report(run).read_text()
+    assert "<th>step 0, best, reward 0.25</th><td>1 &lt; 2?\n\nat first</td>" in page
+    assert "<th>step 4, best, reward 0.25</th><td>1 &lt; 2?\n\n&lt;b&gt;in&lt;/b&gt;\nthe end</td>" in page
+    assert "between" not in page
+    assert "Answers to held-out prompts" not in write_report(FakeRun(tmp_path / "without", steps=4).write()).read_text()
+
+
 def test_chosen_step_is_shown_and_an_unknown_one_refused(tmp_path: Path):
     run = FakeRun(tmp_path, steps=3, num_rollouts=16).write()
     assert "Step 2:" in write_report(run, step=2).read_text()

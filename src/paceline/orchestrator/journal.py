@@ -6,15 +6,18 @@ Time is the running event loop's, so that a simulated run records simulated time
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from paceline.metrics import Max, Mean, Metrics, Recorder, Sum
 from paceline.orchestrator import engine_counters
 from paceline.orchestrator.fleet import Batch, Fleet
-from paceline.types import DraftBin, Engine, Group, Receipt
+from paceline.types import DraftBin, Engine, Group, Receipt, Tokens
 
 Rewards = list[list[float]]
+
+_LONGEST_TEXT = 2000
+"""Characters of a recorded text; the middle of a longer one is left out, since its end is what a reward looks at."""
 
 
 class Journal:
@@ -147,8 +150,15 @@ class Journal:
         record = {"step": self.step, "time_s": self.elapsed_s(), "counts": list(counts)}
         self._recorder.write("mismatch", {**record, "engines": dict(engines), "worst": list(worst)})
 
-    def evaluation(self, metrics: Mapping[str, float]) -> None:
-        self._recorder.write("eval", {"step": self.step, "time_s": self.elapsed_s(), "metrics": dict(metrics)})
+    def evaluation(self, groups: Sequence[Group], rewards: Rewards, *, decode: Callable[[Tokens], str] | None) -> None:
+        """Record the mean reward and length of held-out rollouts, and a few of them as texts if they can be decoded."""
+        accuracy = Mean.of([reward for group_rewards in rewards for reward in group_rewards])
+        length = Mean.of([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
+        metrics = {"eval/accuracy": accuracy.value(), "eval/length_mean": length.value()}
+        record = {"step": self.step, "time_s": self.elapsed_s()}
+        self._recorder.write("eval", {**record, "metrics": metrics})
+        if decode is not None:
+            self._recorder.write("texts", {**record, "texts": _texts(groups, rewards, decode)})
 
     def end_step(self, fleet: Fleet) -> None:
         self.metrics.add("fleet/engines", Max(len(fleet.engines)))
@@ -157,3 +167,32 @@ class Journal:
         self.metrics.add("time/step", Sum(asyncio.get_running_loop().time() - self._step_began_s))
         record = {"step": self.step, "time_s": self.elapsed_s(), "metrics": self.metrics.reduce()}
         self._recorder.write("step", record)
+
+
+def _texts(groups: Sequence[Group], rewards: Rewards, decode: Callable[[Tokens], str]) -> list[dict[str, object]]:
+    """The rollouts of the highest, the middle and the lowest reward, each with its prompt."""
+    scored = [
+        (reward, group.prompt, rollout)
+        for group, group_rewards in zip(groups, rewards, strict=True)
+        for rollout, reward in zip(group.rollouts, group_rewards, strict=True)
+    ]
+    ranked = sorted(scored, key=lambda item: item[0])
+    last = len(ranked) - 1
+    names = {last: "best", last // 2: "middle", 0: "worst"}  # fewer than three rollouts have fewer names
+    return [
+        {
+            "which": which,
+            "reward": reward,
+            "prompt_id": prompt.id,
+            "prompt": _cut(prompt.text),
+            "completion": _cut(decode(rollout.token_ids)),
+        }
+        for which, (reward, prompt, rollout) in ((which, ranked[index]) for index, which in names.items())
+    ]
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    half = _LONGEST_TEXT // 2
+    return f"{text[:half]} [{len(text) - 2 * half:,} characters left out] {text[-half:]}"

@@ -31,7 +31,7 @@ from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.online_drafter import Off, OnlineDrafter
 from paceline.orchestrator.sync import push_policy
-from paceline.types import Group, Learner, Prompt, Sample, Sender
+from paceline.types import Group, Learner, Prompt, Sample, Sender, Tokens
 
 _WITHOUT_QK_NORM = "nothing bounds its keys: watch the mismatch, and above a share of about 0.2 keep kv_cache full"
 
@@ -49,6 +49,8 @@ class Parts:
     heldout: Sequence[Prompt]
     score: Callable[[Sequence[Group]], Awaitable[Rewards]]
     """A reward for every rollout of every group."""
+    decode: Callable[[Tokens], str] | None = None
+    """Returns the text of a response, for the few that are recorded at an evaluation. None: none are."""
     drafter: OnlineDrafter = field(default_factory=Off)
     """Trains the drafter beside the run."""
     raise_precision: Callable[[bool], Awaitable[None]] | None = None
@@ -192,6 +194,4 @@ class _Run:
         with self.journal.stage("eval"):
             groups = await self.fleet.open(prompts, sampling).wait()
             rewards = await self.parts.score(groups)
-        accuracy = Mean.of([reward for group_rewards in rewards for reward in group_rewards])
-        length = Mean.of([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
-        self.journal.evaluation({"eval/accuracy": accuracy.value(), "eval/length_mean": length.value()})
+        self.journal.evaluation(groups, rewards, decode=self.parts.decode)

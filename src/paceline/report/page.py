@@ -225,6 +225,7 @@ table { border-collapse: collapse; font-size: .84rem; margin: .6rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .18rem 1.2rem .18rem 0; font-weight: 400;
   overflow-wrap: anywhere; }
 th { color: var(--soft); white-space: nowrap; }
+td { white-space: pre-wrap; }
 @media (max-width: 760px) { .cards { grid-template-columns: 1fr 1fr; } section.half { grid-column: 1 / -1; } }
 """
 

@@ -94,6 +94,8 @@ class RecordedRun:
     """Step and held-out accuracy."""
     eval_intervals: tuple[Interval, ...]
     """When engines sampled for an evaluation, whose rollouts are not recorded."""
+    texts: tuple[Mapping[str, Any], ...]
+    """One for each evaluation whose answers were recorded: its step, and `texts` with their prompts and rewards."""
     events: tuple[Mapping[str, Any], ...]
     places: tuple[StepSlots, ...]
     """What engines' devices were used for, in runs that train their drafter."""
@@ -147,6 +149,7 @@ def read_run(run_dir: Path) -> RecordedRun:
         rollouts=tuple(_columns(batches[step]) for step in sorted(batches)),
         evals=tuple((record["step"], record["metrics"]["eval/accuracy"]) for record in records.get("eval", [])),
         eval_intervals=_eval_intervals(records.get("stage", []), records.get("eval", [])),
+        texts=tuple(records.get("texts", [])),
         events=tuple(records.get("event", [])),
         places=tuple(places[step] for step in sorted(places) if places[step].spans),
         mismatches=tuple({record["step"]: record for record in records.get("mismatch", [])}.values()),

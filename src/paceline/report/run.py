@@ -91,6 +91,7 @@ def write_report(run_dir: Path, *, step: int | None = None, against: Path | None
         panels=panels,
         tables=table("Failures that did not end the run", failures, is_open=failures != NO_FAILURES)
         + table("Drafter training", drafter_rows(run), is_open=True)
+        + table("Answers to held-out prompts, at the first and the last evaluation", _text_rows(run))
         + table("Events", [(_event_time(e), _event_text(e)) for e in run.events])
         + table("Config", flat(run.config))
         + table("Environment", flat(run.environment)),
@@ -325,6 +326,15 @@ def _half_plot(run: RecordedRun, values: Floats, label: str, title: str) -> str:
     axes.set_ylabel(label)
     _step_axis(axes, run)
     return svg(figure, title)
+
+
+def _text_rows(run: RecordedRun) -> list[tuple[str, str]]:
+    ends = {record["step"]: record for record in (*run.texts[:1], *run.texts[-1:])}
+    return [
+        (f"step {step}, {text['which']}, reward {text['reward']:g}", f"{text['prompt']}\n{text['completion']}".strip())
+        for step, record in ends.items()
+        for text in record["texts"]
+    ]
 
 
 def _event_time(event: Mapping[str, Any]) -> str:

@@ -78,6 +78,7 @@ async def _run(
             prompts=task.prompts,
             heldout=task.heldout,
             score=scorer(task.reward, tokenizer),
+            decode=lambda token_ids: tokenizer.decode(token_ids.tolist(), skip_special_tokens=True),
             drafter=cluster.drafter,
             raise_precision=None if engine == engine.in_full_precision else partial(cluster.raise_precision, engine),
         )
