@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.metrics import read_metrics
 from random_policy import make_policy, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +22,7 @@ SMALL = [
     "rollout.max_tokens=16",
     "rollout.engine.max_num_seqs=8",
     "rollout.engine.kv_cache_gb=0.05",
-    "eval.every=0",
+    "eval.num_prompts=2",
 ]
 
 
@@ -65,4 +66,7 @@ def test_a_checkpoint_is_trained_without_the_lab(package: Path, policy: Path, tm
     (line,) = trained.stderr.splitlines()  # nothing of vLLM, Ray or PyTorch
     assert line.startswith("run directory ")
     assert (tmp_path / "own-task" / "policy" / "step-1" / "model.safetensors").is_file()
-    assert (tmp_path / "own-task" / "report.html").is_file()
+    records = read_metrics(tmp_path / "own-task" / "metrics.jsonl")
+    assert [record["step"] for record in records["texts"]] == [0, 1]
+    assert records["texts"][0]["texts"][0]["prompt"].startswith("start ")
+    assert "Answers to held-out prompts" in (tmp_path / "own-task" / "report.html").read_text()

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
-import sysconfig
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen3ForCausalLM
 
+from foreign_python import foreign_environment, make_foreign_python
 from paceline.config import EngineConfig, FixedSelector, LearnerConfig, ObjectiveConfig, SpeculationConfig
 from paceline.drafters.checkpoint import save
 from paceline.drafters.export import CARD_FILE, export_drafter
@@ -95,23 +93,7 @@ def exported(policy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def foreign_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with everything that is installed here, but Paceline."""
-    directory = tmp_path_factory.mktemp("foreign")
-    venv.create(directory)
-    target = next(directory.glob("lib/python*/site-packages"))
-    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        for entry in Path(folder).iterdir():
-            if "paceline" not in entry.name.lower() and not (target / entry.name).exists():
-                (target / entry.name).symlink_to(entry)
-    return directory / "bin" / "python"
-
-
-def environment() -> dict[str, str]:
-    """Ours without what leads to Paceline, and without what our engines have set for vLLM."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_", "VIRTUAL_ENV"))
-    }
-    return kept | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    return make_foreign_python(tmp_path_factory.mktemp("foreign"))
 
 
 async def inside_paceline(
@@ -145,7 +127,7 @@ def test_the_other_environment_has_everything_but_paceline(foreign_python: Path,
     look = "from importlib.util import find_spec as f; print(f('vllm') is not None, f('paceline') is not None)"
     found = {
         python: subprocess.run(
-            [python, "-c", look], env=environment(), cwd=tmp_path, capture_output=True, text=True, check=True
+            [python, "-c", look], env=foreign_environment(), cwd=tmp_path, capture_output=True, text=True, check=True
         ).stdout
         for python in (str(foreign_python), sys.executable)
     }
@@ -179,7 +161,7 @@ def test_stock_vllm_serves_it_as_the_card_says_and_accepts_as_much(
     }
     done = subprocess.run(
         [str(foreign_python), str(STOCK), json.dumps(order)],
-        env=environment(),
+        env=foreign_environment(),
         cwd=tmp_path,
         capture_output=True,
         text=True,

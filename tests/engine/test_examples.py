@@ -1,0 +1,114 @@
+"""examples/vllm_drafter as its README says, and the chat prompts of examples/gsm8k, on a server of stock vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+from urllib.error import URLError
+
+import pytest
+
+from foreign_python import foreign_environment, make_foreign_python
+from paceline import assets
+from paceline.cli import _parser, main
+from paceline.config import JsonlData
+from paceline.orchestrator.task import load_task
+from paceline.sessions.train import load_tokenizer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SMALL = shlex.split("--enforce-eager --max-model-len 256 --max-num-seqs 8 --kv-cache-memory-bytes 100000000")
+ASK = EXAMPLES / "vllm_drafter" / "ask.py"
+fetch = runpy.run_path(str(ASK))["fetch"]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python without Paceline."""
+    return make_foreign_python(tmp_path_factory.mktemp("foreign"))
+
+
+@pytest.fixture(scope="module")
+def server(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The server of the README's commands, but for the training: with the drafter that comes with the policy."""
+    directory = tmp_path_factory.mktemp("served")
+    block = re.search(r"```bash\n(.*?)```", (EXAMPLES / "vllm_drafter" / "README.md").read_text(), re.DOTALL)
+    assert block, "no commands in the README"
+    _, train, export, serve = (shlex.split(line) for line in block[1].splitlines())
+    options = _parser().parse_args(train[1:])
+    assert (options.model, str(options.out)) == ("arena:tiny", export[3])
+    assert main([*export[1:3], str(assets.drafter("tiny", "eagle3")), str(directory / export[4])]) == 0
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    assert serve[:3] == ["vllm", "serve", "$POLICY"]
+    # The rebuild of vLLM for CPUs has a command `vllm` that does not start.
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", assets.policy("tiny"), *serve[3:]]
+    with (directory / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*map(str, command), "--host", "127.0.0.1", "--port", port, *SMALL],
+            env=foreign_environment(),
+            cwd=directory,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        while not healthy(url := f"http://127.0.0.1:{port}"):
+            assert process.poll() is None, (directory / "log").read_text()[-3000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def healthy(url: str) -> bool:
+    try:
+        fetch(f"{url}/health")
+    except URLError:
+        return False
+    return True
+
+
+def test_the_server_drafts_and_the_reader_is_told_how_well(server: str, python: Path) -> None:
+    done = subprocess.run(
+        [python, ASK, server], env=foreign_environment(), capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout.count("####") >= 6, "the policy answers most of the problems"
+    found = re.search(r"^(\d\.\d\d) tokens per verification$", done.stdout, re.MULTILINE)
+    assert found and float(found[1]) > 1.5, done.stdout
+
+
+def test_chat_prompts_of_gsm8k_are_those_that_the_server_makes_and_answers_earn_rewards(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template applied otherwise in training than in serving would be a policy that is asked what it never learnt."""
+    pytest.importorskip("math_verify", reason="the reward needs math-verify")
+    monkeypatch.chdir(EXAMPLES.parent)
+    data = JsonlData(path=Path("examples/gsm8k/train.jsonl"), reward="examples/gsm8k/reward.py:reward")
+    task = load_task(data, load_tokenizer(assets.policy("tiny")), seed=0, num_heldout=8)
+    model = json.loads(fetch(f"{server}/v1/models"))["data"][0]["id"]
+    rewards = []
+    for prompt in task.heldout:
+        chat: dict[str, Any] = {"model": model, "messages": prompt.row["prompt"]}
+        assert json.loads(fetch(f"{server}/tokenize", chat))["tokens"] == prompt.token_ids.tolist()
+        order = chat | {"max_tokens": 128, "temperature": 0}
+        said = json.loads(fetch(f"{server}/v1/chat/completions", order))["choices"][0]["message"]["content"]
+        rewards.append(task.reward(prompt.text, cast("str", said), prompt.row))
+    print(f"rewards: {rewards}")
+    assert set(rewards) <= {0.0, 1.0} and sum(rewards) >= 2
