@@ -80,6 +80,31 @@ def test_kind_of_data_chooses_its_settings():
             ["speculation.drafter.kind=ngram", "speculation.training.mode=idle"],
             r"^speculation\.training\.mode: got 'idle' with drafter\.kind 'ngram'; must be off because",
         ),
+        (
+            ["rollout.group_size=1"],
+            r"^rollout\.group_size: got 1 with objective\.advantage 'grpo'; must be at least 2 because",
+        ),
+        (["rollout.temperature=inf"], r"^rollout\.temperature: got inf; input should be a finite number$"),
+        (["learner.learning_rate=nan"], r"^learner\.learning_rate: got nan; input should be a finite number$"),
+        (["learner.betas=[0.9, inf]"], r"^learner\.betas\.1: got inf; input should be a finite number$"),
+        (["learner.betas=[5, -1]"], r"^learner\.betas: got \[5\.0, -1\.0\]; must be from 0 to below 1 because"),
+        (["learner.betas=[0.9, 1]"], r"^learner\.betas: got \[0\.9, 1\.0\]; must be"),
+        *(
+            (
+                [
+                    f"speculation.drafter.kind={kind}",
+                    "speculation.drafter.min_match=5",
+                    "speculation.drafter.max_match=4",
+                ],
+                r"^speculation\.drafter\.min_match: got 5 with max_match 4; must not be above it because",
+            )
+            for kind in ("ngram", "history")
+        ),
+        *(
+            ([f'run.name="{name}"'], r"^run\.name: got .*; must be letters, digits")
+            for name in ("../x", "a/b", "..", ".hidden", "", "-rf", "a b", "a\\n", "a\\u0000", "\u00e9")
+        ),
+        (["run.name=" + "x" * 101], r"^run\.name: got .*; string should have at most 100 characters$"),
         (["run.steps=3", "run.steps.x=3"], r"^override: 'run\.steps\.x' goes through 'steps', which is a value$"),
         (["run.steps"], r"^override: got 'run\.steps'; must be a\.b=value$"),
         (["=3"], r"^override: got '=3'; must be a\.b=value$"),

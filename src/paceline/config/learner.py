@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from paceline.config.base import Section
 
@@ -37,7 +37,7 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moment."""
+    """Decay rates of AdamW's first and second moment, each from 0 to below 1."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay of AdamW."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -49,3 +49,12 @@ class LearnerConfig(Section):
     deadline_s: float = Field(default=600, gt=0)
     """Seconds within which each call of the learner must answer, and for which a rank waits for the others."""
     calibration: CalibrationConfig = CalibrationConfig()
+
+    @field_validator("betas")
+    @classmethod
+    def _decay(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"learner.betas: got {list(betas)}; must be from 0 to below 1 because they are decay rates"
+            )
+        return betas

@@ -55,6 +55,8 @@ def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, l
 
 def _explain(detail: ErrorDetails) -> str:
     """One line for one wrong key: its path as the user writes it, what it got and what it must be."""
+    if detail["type"] == "value_error":  # our own validators name their key
+        return str(detail["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
     kinds = {key: [_kind(variant) for variant in inner] for key, inner in fields_of(Config) if len(inner) > 1}
     parts: list[str] = []
     *outer, last = [str(part) for part in detail["loc"]]
@@ -64,9 +66,6 @@ def _explain(detail: ErrorDetails) -> str:
             parts.append(part)
     key = ".".join([*parts, last])
     match detail["type"]:
-        case "value_error":
-            # Our own validators name their key.
-            return str(detail["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
         case "missing":
             return f"{key}: is missing; must be set"
         case "union_tag_not_found":

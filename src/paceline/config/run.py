@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from paceline.config.base import Section
 
 
 class RunConfig(Section):
-    name: str = "run"
-    """Name of the run's directory."""
+    name: str = Field(default="run", max_length=100)
+    """Name of the run's directory: letters, digits, `.`, `_` and `-`, the first of them a letter or digit."""
     directory: Path = Path("runs")
     """Directory in which run directories are created. An existing run is never overwritten: a number is added to the
     name."""
@@ -31,6 +32,16 @@ class RunConfig(Section):
     'paceline[tensorboard]'`."""
     prometheus_port: int = Field(default=9400, ge=1024, le=65535)
     """Where `sinks = ["prometheus"]` serves its gauges, on this machine's loopback only."""
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError(
+                f"run.name: got {name!r}; must be letters, digits, '.', '_' and '-' after a letter or digit because it "
+                "names a directory inside run.directory"
+            )
+        return name
 
 
 class PolicyConfig(Section):

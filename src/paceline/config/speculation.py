@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,23 @@ from paceline.config.base import Section
 from paceline.config.drafter_training import DrafterTrainingConfig
 
 
-class NgramDrafter(Section):
+class _MatchingDrafter(Section):
+    """A drafter that continues what it finds again; its matches have from `min_match` to `max_match` tokens."""
+
+    min_match: int
+    max_match: int
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min_match > self.max_match:
+            raise ValueError(
+                f"speculation.drafter.min_match: got {self.min_match} with max_match {self.max_match}; must not be "
+                "above it because no match could be long enough"
+            )
+        return self
+
+
+class NgramDrafter(_MatchingDrafter):
     kind: Literal["ngram"] = "ngram"
     min_match: int = Field(default=2, ge=1)
     """Shortest repeated run of tokens within the request itself that is continued."""
@@ -19,7 +35,7 @@ class NgramDrafter(Section):
     """Longest repeated run of tokens that is searched for."""
 
 
-class HistoryDrafter(Section):
+class HistoryDrafter(_MatchingDrafter):
     kind: Literal["history"] = "history"
     min_match: int = Field(default=2, ge=1)
     """Shortest run of tokens that is looked up in the prompt's sibling and earlier rollouts."""
