@@ -211,22 +211,37 @@ def remove_orphaned(path: Path) -> bool:
 def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[tuple[int, Any]]:
     """Yield line number and value of every line of a JSON Lines file; a line that is not JSON raises ValueError.
 
+    A line ends at a newline and nowhere else: text may hold what other readers take for the end of a line (U+2028). A
+    byte order mark at the start is passed over.
+
     `strict` is for files that a program writes line by line: a last line without its newline was cut off by a crash and
     is left out, and a blank line is damage. Without it blank lines are passed over, and the last line needs no newline.
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if strict and not line.endswith("\n"):
+            if strict and not line.endswith(b"\n"):
                 return
             if not strict and not line.strip():
                 continue
             try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
+                yield number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
                 raise ValueError(
-                    f"{path}, line {number}: got {line[:60]!r}, which is not JSON ({error.msg}); delete the line "
-                    "to read the others"
+                    f"{path}, line {number}: got {line[:60].decode(errors='replace')!r}, which is {_not_json(error)}; "
+                    "delete the line to read the others"
                 ) from None
+
+
+def _not_json(error: ValueError | RecursionError) -> str:
+    match error:
+        case json.JSONDecodeError():
+            return f"not JSON ({error.msg})"
+        case UnicodeDecodeError():
+            return "not UTF-8"
+        case RecursionError():
+            return "nested too deeply"
+        case _:
+            return f"not JSON that can be read ({error})"  # a number of too many digits
 
 
 def installed(packages: Sequence[str]) -> dict[str, str]:

@@ -80,10 +80,6 @@ def test_kind_of_data_chooses_its_settings():
             ["speculation.drafter.kind=ngram", "speculation.training.mode=idle"],
             r"^speculation\.training\.mode: got 'idle' with drafter\.kind 'ngram'; must be off because",
         ),
-        (
-            ["rollout.group_size=1"],
-            r"^rollout\.group_size: got 1 with objective\.advantage 'grpo'; must be at least 2 because",
-        ),
         (["rollout.temperature=inf"], r"^rollout\.temperature: got inf; input should be a finite number$"),
         (["learner.learning_rate=nan"], r"^learner\.learning_rate: got nan; input should be a finite number$"),
         (["learner.betas=[0.9, inf]"], r"^learner\.betas\.1: got inf; input should be a finite number$"),

@@ -199,3 +199,33 @@ def test_a_line_inside_that_is_not_json_is_named(tmp_path: Path) -> None:
     file.write_text(json.dumps({"a": 1}) + "\nnonsense\n{}\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: got 'nonsense"):
         list(read_jsonl(file))
+
+
+def test_json_lines_end_at_a_newline_only(tmp_path: Path) -> None:
+    """Legal text of a row may hold what `splitlines` and universal newlines take for the end of a line."""
+    text = "a\u2028b\u2029c\u0085d"
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(f'{json.dumps({"a": text}, ensure_ascii=False)}\r\n{{"a":\r1}}\n'.encode())
+    assert list(read_jsonl(file)) == [(1, {"a": text}), (2, {"a": 1})]
+
+
+def test_byte_order_mark_at_the_start_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
+    assert list(read_jsonl(file)) == [(1, {"a": 1}), (2, {"a": 2})]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b"[" * 100_000, "nested"),
+        (b"9" * 5_000, "digits"),
+    ],
+)
+def test_line_that_no_reader_could_take_is_named(tmp_path: Path, line: bytes, says: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'{"a": 1}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=rf"^.*prompts\.jsonl, line 2: .*{says}") as raised:
+        list(read_jsonl(file))
+    assert type(raised.value) is ValueError

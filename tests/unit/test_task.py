@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from letters import Letters
-from paceline.config import HubData, JsonlData
+from paceline.config import Config, HubData, JsonlData
 from paceline.lab.arena.tokenizer import make_tokenizer
 from paceline.orchestrator.rewards import load_reward, scorer
 from paceline.orchestrator.task import load_task
+from paceline.sessions.workloads import make_task
 from paceline.types import Group, PacelineError, Prompt, Rollout, Tokenizer
 
 
@@ -127,6 +128,48 @@ def test_line_that_is_not_json_is_named(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "p0"}\nnot json\n{"prompt": "p1"}\n')
     with pytest.raises(ValueError, match=r"^data.path: .*line 2.*not JSON"):
         load_task(data, Letters(), seed=0, num_heldout=1)
+
+
+@pytest.mark.parametrize("row", ["[1]", "3", "null", '"text"'])
+def test_row_that_is_no_object_is_named(tmp_path, row):
+    data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", ROWS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p0"}\n\n' + row + "\n")
+    with pytest.raises(ValueError, match=r"^data\.path: .*rows\.jsonl, line 3: got .*; must be a JSON object"):
+        load_task(data, Letters(), seed=0, num_heldout=1)
+
+
+@pytest.mark.parametrize(("train", "heldout", "key"), [([], ROWS, "path"), (ROWS, [], "eval_path")])
+def test_file_without_rows_is_refused_instead_of_drawn_from_for_ever(tmp_path, train, heldout, key):
+    data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", train)
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in heldout))
+    data = data.model_copy(update={"eval_path": tmp_path / "eval.jsonl"})
+    with pytest.raises(ValueError, match=rf"^data\.{key}: .* has no rows"):
+        load_task(data, Letters(), seed=0, num_heldout=1)
+
+
+@pytest.mark.parametrize("prompt", ["", "\ud800", None])
+def test_prompt_that_cannot_be_sampled_from_is_named_by_its_line(tmp_path, prompt):
+    data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", [*ROWS[:3], {"prompt": prompt}, *ROWS])
+    with pytest.raises(ValueError, match=r"^data\.prompt_key: .*rows\.jsonl, line 4: "):
+        load_task(data, Letters(), seed=0, num_heldout=1)
+
+
+def test_training_prompt_without_room_for_its_response_is_named_by_its_line(tmp_path):
+    rows = [{"prompt": "x" * length} for length in (3, 10, 11, 20, 2, 2)]
+    data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", rows)
+    with pytest.raises(
+        ValueError, match=r"^data\.path: .*rows\.jsonl, line 3: .* 11 tokens.*at most 10,.*longest has 20"
+    ):
+        load_task(data, Letters(), seed=0, num_heldout=1, max_prompt_tokens=10)
+    load_task(data, Letters(), seed=0, num_heldout=1, max_prompt_tokens=20)
+
+
+def test_room_for_prompts_is_what_responses_leave(tmp_path):
+    data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", [{"prompt": "x" * 11}] * 5)
+    sizes = {"max_tokens": 20, "engine": {"max_model_len": 30}}
+    config = Config.model_validate({"data": data.model_dump(), "rollout": sizes, "eval": {"num_prompts": 1}})
+    with pytest.raises(ValueError, match=r"at most 10, which is what .*max_model_len leaves"):
+        make_task(config, Letters())
 
 
 @pytest.mark.parametrize(("offline", "says"), [(True, "HF_HUB_OFFLINE is set"), (False, "Check the name, the split")])

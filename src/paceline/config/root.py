@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
-
 from paceline.config.base import Section
 from paceline.config.cluster import ClusterConfig
 from paceline.config.data import ArenaData, DataConfig
@@ -29,13 +27,3 @@ class Config(Section):
     guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
-
-    @model_validator(mode="after")
-    def _learns(self) -> Config:
-        if self.rollout.group_size < 2:
-            raise ValueError(
-                f"rollout.group_size: got {self.rollout.group_size} with objective.advantage "
-                f"{self.objective.advantage!r}; must be at least 2 because an advantage is a reward above its group's "
-                "mean, which is 0 for a rollout alone: nothing would be learnt"
-            )
-        return self

@@ -7,7 +7,7 @@ from paceline.doctor.subject import Setup
 from paceline.drafters.provenance import EVALUATION_FILE, read_evaluation
 from paceline.files import verify_checksums
 from paceline.rollout.arguments import end_tokens
-from paceline.sessions.train import check_costs, check_lengths, with_drafter
+from paceline.sessions.train import check_costs, check_groups, check_lengths, with_drafter
 
 _PART = "config, policy and drafters"
 
@@ -42,11 +42,12 @@ def tokenizer(setup: Setup) -> CheckOutcome:
 @check(
     _PART,
     needs=(policy,),
-    advice="correct the config's [data], rollout.max_tokens or rollout.engine.max_model_len as the message says",
+    advice="correct [data] or [rollout] (group_size, max_tokens, engine.max_model_len) as the message says",
     otherwise="there are no prompts",
 )
 def prompts(setup: Setup) -> CheckOutcome:
     """Prompts and reward load, and responses have room in the context."""
+    check_groups(setup.config)
     check_lengths(setup.config, setup.task)
     longest = max(len(prompt.token_ids) for prompt in setup.prompts)
     return passed(f"{setup.config.data.kind} data, prompts of up to {longest} tokens")

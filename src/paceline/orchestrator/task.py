@@ -23,6 +23,9 @@ _NOT_FOUND = (
     "Check the name, the split and the network; without a network give a directory that `Dataset.save_to_disk` wrote"
 )
 
+Located = tuple[str, Row]
+"""Where a row stands, for errors that are about it, and the row."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -36,43 +39,73 @@ class Task:
 
 def make_prompt(identity: str, content: object, row: Row, tokenizer: Tokenizer) -> Prompt:
     """Make a prompt of a text as it is, or of messages ({"role", "content"}) through the tokenizer's chat template."""
-    if isinstance(content, str):
-        text, token_ids = content, tokenizer.encode(content)
-    elif isinstance(content, list) and content:
-        text = _chat(identity, content, tokenizer)
-        token_ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
-    else:
-        raise ValueError(f"data.prompt_key: {identity} has {content!r:.60}; must be a text or a list of messages")
+    is_chat = isinstance(content, list) and bool(content)
+    text = _chat(content, tokenizer) if is_chat else content
+    if not isinstance(text, str):
+        raise ValueError(f"got {content!r:.60}; must be a text or a list of messages")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"got {text[:60]!r}, which holds half of a surrogate pair; must be valid Unicode") from None
+    token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)  # a template has written them itself
     return Prompt(id=identity, text=text, token_ids=np.asarray(token_ids, np.int32), row=row)
 
 
-def _chat(identity: str, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
+def _chat(messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is a program of its own, which may raise anything
         raise ValueError(
-            f"data.prompt_key: {identity} is a list of messages that the tokenizer cannot make a text of: {error}. A "
-            "tokenizer takes its chat template from chat_template.jinja in the directory of policy.model; messages "
+            f"got a list of messages that the tokenizer cannot make a text of: {error}. A tokenizer takes its chat "
+            "template from chat_template.jinja in the directory of policy.model; messages "
             'must be [{"role": ..., "content": ...}, ...] in an order that the template allows'
         ) from error
 
 
-def load_task(data: JsonlData | HubData, tokenizer: Tokenizer, *, seed: int, num_heldout: int) -> Task:
-    """Read a dataset and a reward function; the held-out rows are never trained on."""
+def load_task(
+    data: JsonlData | HubData,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    num_heldout: int,
+    max_prompt_tokens: int | None = None,
+) -> Task:
+    """Read a dataset and a reward function; the held-out rows are never trained on.
+
+    A prompt of more than `max_prompt_tokens` is refused here, because a run would end when it is drawn."""
     rows, heldout_rows = _load_rows(data, num_heldout)
     reward = load_reward(data.reward)
-    prompts = [_prompt_of(row, index, data.prompt_key, "train", tokenizer) for index, row in enumerate(rows)]
-    heldout = [_prompt_of(row, index, data.prompt_key, "heldout", tokenizer) for index, row in enumerate(heldout_rows)]
+    prompts = [prompt_of(row, data.prompt_key, f"train/{index}", tokenizer) for index, row in enumerate(rows)]
+    heldout = [prompt_of(row, data.prompt_key, f"heldout/{index}", tokenizer) for index, row in enumerate(heldout_rows)]
+    if max_prompt_tokens is not None:
+        _check_lengths([*prompts, *heldout], [*rows, *heldout_rows], max_prompt_tokens)
     return Task(prompts=_epochs(prompts, seed), heldout=heldout, reward=reward)
 
 
-def _load_rows(data: JsonlData | HubData, num_heldout: int) -> tuple[list[Row], list[Row]]:
+def read_rows(path: Path, *, key: str) -> list[Located]:
+    """Return the rows of a JSON Lines file; errors begin with `key`, the setting that names the file."""
+    if not path.is_file():
+        raise ValueError(f"{key}: got {path}; must be a file with one JSON object a line")
+    rows: list[Located] = []
+    try:
+        for number, row in read_jsonl(path):
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: got {str(row)[:60]!r}; must be a JSON object")
+            rows.append((f"{path}, line {number}", cast("Row", row)))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    if not rows:
+        raise ValueError(f"{key}: {path} has no rows; must have at least one JSON object a line")
+    return rows
+
+
+def _load_rows(data: JsonlData | HubData, num_heldout: int) -> tuple[list[Located], list[Located]]:
     if isinstance(data, HubData):
         rows = _read_datasets(data)
     else:
-        rows = _read_jsonl(data.path)
+        rows = read_rows(data.path, key="data.path")
         if data.eval_path is not None:
-            return rows, _read_jsonl(data.eval_path)
+            return rows, read_rows(data.eval_path, key="data.eval_path")
     if len(rows) <= num_heldout:
         raise ValueError(
             f"eval.num_prompts: got {num_heldout}; must be below the dataset's {len(rows)} rows, the last of which are "
@@ -81,34 +114,50 @@ def _load_rows(data: JsonlData | HubData, num_heldout: int) -> tuple[list[Row], 
     return rows[: len(rows) - num_heldout], rows[len(rows) - num_heldout :]
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    if not path.is_file():
-        raise ValueError(f"data.path: got {path}; must be a file with one JSON object a line")
-    try:
-        return [row for _, row in read_jsonl(path)]
-    except ValueError as error:
-        raise ValueError(f"data.path: {error}") from None
-
-
-def _read_datasets(data: HubData) -> list[Row]:
+def _read_datasets(data: HubData) -> list[Located]:
     try:
         from datasets import config, load_dataset, load_from_disk  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError("data.kind: got datasets, which is not installed; pip install 'paceline[datasets]'") from None
-    if (Path(data.path) / "state.json").is_file():
-        return cast("list[Row]", list(load_from_disk(data.path)))
+    what = f"{data.path!r} with split {data.split!r}"
     try:
-        return cast("list[Row]", list(load_dataset(data.path, split=data.split)))
+        if (Path(data.path) / "state.json").is_file():
+            rows = list(load_from_disk(data.path))
+        else:
+            rows = list(load_dataset(data.path, split=data.split))
     except Exception as error:
         advice = _OFFLINE if config.HF_HUB_OFFLINE else _NOT_FOUND
-        what = f"{data.path!r} with split {data.split!r}"
         raise ValueError(f"data.path: {what} cannot be loaded: {error}. {advice}") from error
+    if not rows:
+        raise ValueError(f"data.path: {what} has no rows; must have at least one")
+    return [(f"{what}, row {index}", cast("Row", row)) for index, row in enumerate(rows)]
 
 
-def _prompt_of(row: Row, index: int, key: str, part: str, tokenizer: Tokenizer) -> Prompt:
+def prompt_of(
+    located: Located, key: str, identity: str, tokenizer: Tokenizer, *, setting: str = "data.prompt_key"
+) -> Prompt:
+    """Return the prompt that a row holds under `key`, which `setting` names."""
+    where, row = located
     if key not in row:
-        raise ValueError(f"data.prompt_key: row {index} has no text under {key!r}; it has {sorted(row)}")
-    return make_prompt(f"{part}/{index}", row[key], row, tokenizer)
+        raise ValueError(f"{setting}: {where}: no prompt under {key!r}; it has {sorted(row)}")
+    try:
+        prompt = make_prompt(identity, row[key], row, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {where}: {error}") from error
+    if not len(prompt.token_ids):
+        raise ValueError(f"{setting}: {where}: the prompt has no tokens; must have at least one")
+    return prompt
+
+
+def _check_lengths(prompts: Sequence[Prompt], rows: Sequence[Located], most: int) -> None:
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    for (where, _), length in zip(rows, lengths, strict=True):
+        if length > most:
+            raise ValueError(
+                f"data.path: {where}: the prompt has {length} tokens; must have at most {most}, which is what "
+                f"rollout.engine.max_model_len leaves beside rollout.max_tokens. The longest has {max(lengths)}: leave "
+                "such rows out, or raise max_model_len"
+            )
 
 
 def _epochs(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:

@@ -31,11 +31,10 @@ from paceline.drafters.checkpoint import save
 from paceline.drafters.kinds import new_drafter
 from paceline.drafters.provenance import Evaluation, Provenance, write_evaluation, write_provenance
 from paceline.drafters.trainer import DrafterTrainer, Schedule, evaluate
-from paceline.files import read_jsonl
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.hidden_states import HiddenStateTap
 from paceline.orchestrator.generate import generate_until
-from paceline.orchestrator.task import make_prompt
+from paceline.orchestrator.task import prompt_of, read_rows
 from paceline.rollout.engine import VllmEngine
 from paceline.types import Prompt, RolloutRequest, Sample, Tokenizer
 
@@ -93,13 +92,11 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 def read_prompts(file: Path, key: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Return the prompts of a JSONL file, again and again."""
-    rows = [row for _, row in read_jsonl(file)]
-    if not rows or key not in rows[0]:
-        raise ValueError(
-            f"data: {file} has {len(rows)} rows without {key!r}; must be JSONL with that field, or name another "
-            f"--prompt-key"
-        )
-    prompts = [make_prompt(f"{file.name}/{number}", row[key], row, tokenizer) for number, row in enumerate(rows)]
+    rows = read_rows(file, key="--data")
+    prompts = [
+        prompt_of(row, key, f"{file.name}/{number}", tokenizer, setting="--prompt-key")
+        for number, row in enumerate(rows)
+    ]
     return cycle(prompts)
 
 

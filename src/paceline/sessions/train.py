@@ -34,6 +34,7 @@ from paceline.types import Tokenizer
 
 def run(config: Config, context: Context) -> Path:
     """Train as the config says; returns the run directory. Ctrl-C and SIGTERM end every process before this returns."""
+    check_groups(config)
     model_path = resolve_policy(config.policy.model, context)
     verify_checksums(model_path)
     config = with_drafter(config, context)
@@ -129,6 +130,16 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
     return cast("Tokenizer", AutoTokenizer.from_pretrained(model_path))
 
 
+def check_groups(config: Config) -> None:
+    """Refuse groups of one rollout. Jobs that learn nothing on purpose, such as a simulation, do not ask."""
+    if config.rollout.group_size < 2:
+        raise ValueError(
+            f"rollout.group_size: got {config.rollout.group_size} with objective.advantage "
+            f"{config.objective.advantage!r}; must be at least 2 because an advantage is a reward above its group's "
+            "mean, which is 0 for a rollout alone: nothing would be learnt"
+        )
+
+
 def check_lengths(config: Config, task: Task) -> None:
     """Refuse a run whose responses would be cut by the context instead of by rollout.max_tokens."""
     longest = max((len(prompt.token_ids) for prompt in task.heldout), default=0)
@@ -150,6 +161,11 @@ def new_directory(config: Config) -> Path:
             directory.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise ValueError(
+                f"run.directory: got {config.run.directory}, in which {name} cannot be created ({error.strerror}); "
+                "must be a directory that you can write to: set run.directory=PATH"
+            ) from None
         return directory
     raise ValueError(
         f"run.name: got {config.run.name!r}; every numbered variant of it exists in {config.run.directory}"

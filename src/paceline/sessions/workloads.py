@@ -119,4 +119,5 @@ def make_task(config: Config, tokenizer: Tokenizer) -> Task:
     if isinstance(config.data, ArenaData):
         workload = find(config.data.kind, key="data.kind", got=config.data.kind)
         return workload.task(tokenizer, seed=config.data.seed + config.run.seed, num_heldout=num_heldout)
-    return load_task(config.data, tokenizer, seed=config.run.seed, num_heldout=num_heldout)
+    room = config.rollout.engine.max_model_len - config.rollout.max_tokens
+    return load_task(config.data, tokenizer, seed=config.run.seed, num_heldout=num_heldout, max_prompt_tokens=room)

@@ -71,8 +71,8 @@ handed over."""
 LEASED = ["speculation.training.mode=idle", "speculation.training.when=always"]
 SAME_WORK = [
     "rollout.temperature=0.01",
-    "rollout.group_size=2",
-    "rollout.prompts_per_step=64",
+    "rollout.group_size=1",
+    "rollout.prompts_per_step=128",
     "objective.drop_uniform_groups=false",
     "learner.learning_rate=1e-12",
 ]
