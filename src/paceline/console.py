@@ -34,6 +34,7 @@ _TROUBLES = {
     "history/failures": "history drafter failures",
     "draft/hand_over_failures": "hand-over failures",
     "metrics/sink_errors": "sink errors",
+    "metrics/records_lost": "records not written",
     "engine/preemptions": "preemptions",
     "engine/metrics_failed": "engines without metrics",
 }

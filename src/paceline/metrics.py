@@ -3,14 +3,15 @@
 A worker sends counts (`Mean(total, count)`), the reader makes the rate: a mean of means cannot happen. Keys are paths
 such as `rollout/accepted_length`. `metrics.jsonl` is always written, one JSON object a line, and everything else
 (console, report, W&B) is made from the same records. A sink that fails costs nothing but a count in
-`metrics/sink_errors`.
+`metrics/sink_errors`, and a full disk nothing but records, counted in `metrics/records_lost`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+import os
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,13 +100,19 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_cut_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)  # a buffer would hold on to what a full disk has not taken
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        """Append one line, or nothing: half a line is taken back before the error is raised."""
         assert "kind" not in record, "the kind of a record is not one of its fields"
-        # Encoded first and written at once: a value that JSON refuses must not leave half a line behind.
-        self._file.write(json.dumps({"kind": kind, **record}, allow_nan=True) + "\n")
-        self._file.flush()
+        line = memoryview((json.dumps({"kind": kind, **record}, allow_nan=True) + "\n").encode())
+        length = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(length)
+            raise
 
     def close(self) -> None:
         self._file.close()
@@ -118,16 +125,29 @@ def _drop_cut_line(path: Path) -> None:
 
 
 class Recorder:
-    """Fans records out to sinks. The first sink is the record of truth and may raise; the others may only fail."""
+    """Fans records out to sinks, of which the first is the record of truth. None of them may end the run."""
 
     def __init__(self, truth: Sink, others: Sequence[Sink] = ()) -> None:
         self._truth = truth
         self._others = tuple(others)
-        self.num_sink_errors = 0
+        self._when: dict[str, Any] = {"step": 0, "time_s": 0.0}
+        self.counts = Counter({"metrics/sink_errors": 0, "metrics/records_lost": 0})
+        """Failures since the start by metric key; every step's record has them."""
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
-        self._truth.write(kind, record)
+        self._when |= {key: record[key] for key in self._when if key in record}
+        try:
+            self._truth.write(kind, record)
+        except OSError as error:  # mostly a full disk: the run is worth more than its record, and room may come back
+            self.counts["metrics/records_lost"] += 1
+            if self.counts["metrics/records_lost"] == 1:
+                self.show("event", {**self._when, "what": "metrics_not_written", "why": str(error)})
         self.show(kind, record)
+
+    def event(self, what: str, **fields: object) -> None:
+        """Record something that an operator should find later, for parts without the run's clock: it stands at the
+        time of the last record."""
+        self.write("event", {**self._when, "what": what, **fields})
 
     def show(self, kind: str, record: Mapping[str, Any]) -> None:
         """Send what only a person who watches needs, such as "progress"; it is not kept in metrics.jsonl."""
@@ -135,15 +155,18 @@ class Recorder:
             try:
                 sink.write(kind, record)
             except Exception:  # noqa: BLE001  a sink may fail in any way; the run goes on and the count says so
-                self.num_sink_errors += 1
+                self.counts["metrics/sink_errors"] += 1
 
     def close(self) -> None:
-        for sink in self._others:  # before the one that may raise: the console has to give the terminal back
+        for sink in self._others:
             try:
                 sink.close()
             except Exception:  # noqa: BLE001  as above
-                self.num_sink_errors += 1
-        self._truth.close()
+                self.counts["metrics/sink_errors"] += 1
+        try:
+            self._truth.close()
+        except OSError:
+            self.counts["metrics/records_lost"] += 1
 
 
 def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:

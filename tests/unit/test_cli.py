@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -76,9 +77,18 @@ def fail(options: argparse.Namespace, context: Context) -> int:
     raise PacelineError("the policy is on fire")
 
 
+def full_disk(options: argparse.Namespace, context: Context) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device", "runs/arena/report.html")
+
+
 @pytest.mark.parametrize(
     ("command", "code", "says"),
-    [(raise_sigterm, 143, "interrupted"), (interrupt, 130, "interrupted"), (fail, 2, "the policy is on fire")],
+    [
+        (full_disk, 2, "paceline: runs/arena/report.html: No space left on device; check"),
+        (raise_sigterm, 143, "interrupted"),
+        (interrupt, 130, "interrupted"),
+        (fail, 2, "the policy is on fire"),
+    ],
 )
 def test_exit_codes(command, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     before = signal.getsignal(signal.SIGTERM)

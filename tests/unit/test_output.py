@@ -54,3 +54,16 @@ def test_a_caller_who_has_replaced_stderr_gets_the_lines(tmp_path: Path, capsys:
 
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "metrics.jsonl" in capsys.readouterr().err
+
+
+def test_cache_that_cannot_be_written_says_what_to_set(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run(tmp_path / "file" / "logs", "return 0")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "file/logs: File exists; set PACELINE_CACHE" in done.stderr
+
+
+def test_a_name_that_is_no_unicode_can_be_said(tmp_path: Path) -> None:
+    """Arguments of a command may hold any bytes."""
+    done = run(tmp_path / "logs", "print('got \\udcff', file=lines); return 2")
+    assert done.returncode == 2 and "got \\udcff" in done.stderr and "Traceback" not in done.stderr

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -57,6 +58,14 @@ def _run(options: argparse.Namespace, lines: TextIO) -> int:
         return 2
     except (ValueError, PacelineError) as error:
         print(f"paceline: {error}", file=lines)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise  # not about a file that the user could do something about
+        if lines is not sys.stderr:
+            traceback.print_exc()  # into the file with what the libraries said
+        advice = "check that it exists, that you may use it and that its disk has room"
+        print(f"paceline: {error.filename}: {error.strerror}; {advice}", file=lines)
         return 2
 
 

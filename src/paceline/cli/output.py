@@ -28,8 +28,12 @@ def with_own_lines(command: Callable[[TextIO], int], directory: Path) -> int:
     ends, since what is torn down after the command writes too."""
     if sys.stderr is not sys.__stderr__:
         return command(sys.stderr)
-    handle, name = tempfile.mkstemp(suffix=".log", dir=private_directory(directory))
-    lines = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)
+    lines = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1, errors="backslashreplace")
+    try:
+        handle, name = tempfile.mkstemp(suffix=".log", dir=private_directory(directory))
+    except OSError as error:
+        print(f"paceline: {directory}: {error.strerror}; set PACELINE_CACHE to a directory with room", file=lines)
+        return FAILED
     os.dup2(handle, sys.stderr.fileno())
     os.close(handle)
     try:

@@ -163,7 +163,8 @@ class Journal:
     def end_step(self, fleet: Fleet) -> None:
         self.metrics.add("fleet/engines", Max(len(fleet.engines)))
         self.metrics.add("fleet/redispatched", Max(fleet.ledger.num_redispatched))
-        self.metrics.add("metrics/sink_errors", Max(self._recorder.num_sink_errors))
+        for key, count in self._recorder.counts.items():
+            self.metrics.add(key, Max(count))
         self.metrics.add("time/step", Sum(asyncio.get_running_loop().time() - self._step_began_s))
         record = {"step": self.step, "time_s": self.elapsed_s(), "metrics": self.metrics.reduce()}
         self._recorder.write("step", record)

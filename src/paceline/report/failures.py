@@ -22,6 +22,7 @@ SINCE_START = {
     "draft/broken_buffer_files": "training data that could not be read",
     "draft/checkpoints_failed": "checkpoints of the drafter that could not be written",
     "metrics/sink_errors": "records that a console or another sink did not take",
+    "metrics/records_lost": "records that metrics.jsonl lacks because they could not be written",
 }
 """Counts since the start of the run, and what one of them means."""
 

@@ -51,6 +51,10 @@ def run(config: Config, context: Context) -> Path:
         asyncio.run(_run(config, model_path, task, tokenizer, recorder, directory))
     finally:
         recorder.close()
+        if lost := recorder.counts["metrics/records_lost"]:
+            context.report(
+                f"{directory / 'metrics.jsonl'} lacks {lost:,} records, which could not be written: disk full?"
+            )
     return directory
 
 
