@@ -30,6 +30,7 @@ from rich.text import Text
 from paceline.context import time_left
 
 _TROUBLES = {
+    "reward/failures": "reward failures",
     "selector/failures": "selector failures",
     "history/failures": "history drafter failures",
     "draft/hand_over_failures": "hand-over failures",

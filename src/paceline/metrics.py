@@ -43,6 +43,11 @@ class Mean:
     def of(cls, values: Sequence[float]) -> Mean:
         return cls(float(sum(values)), float(len(values)))
 
+    @classmethod
+    def of_known(cls, values: Sequence[float]) -> Mean:
+        """The mean of those that are numbers."""
+        return cls.of([value for value in values if not math.isnan(value)])
+
 
 @dataclass(frozen=True, slots=True)
 class Sum:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -176,6 +177,19 @@ def test_batch_without_gradient_is_skipped_not_trained_on(tmp_path):
     records, learner = simulate(tmp_path, load_config(None, SMALL), score=all_equal)
     assert learner.batches == []
     assert [event["what"] for event in records["event"]] == ["update_skipped"] * 3
+
+
+def test_group_with_a_failed_reward_is_not_trained_on_and_not_part_of_a_mean(tmp_path):
+    async def one_fails(groups: Sequence[Group]):
+        rewards = await score_by_parity(groups)
+        return [[math.nan, *rewards[0][1:]], *rewards[1:]]
+
+    config = load_config(None, [*SMALL, "eval.every=3", "eval.num_prompts=6", "eval.samples_per_prompt=2"])
+    records, learner = simulate(tmp_path, config, score=one_fails)
+    assert [len(batch) for batch in learner.batches] == [32 - config.rollout.group_size] * 3
+    assert all(math.isfinite(sample.advantage) for batch in learner.batches for sample in batch)
+    assert all(math.isfinite(record["metrics"]["reward/mean"]) for record in records["step"])
+    assert [round(record["metrics"]["eval/accuracy"], 3) for record in records["eval"]] == [round(6 / 11, 3)] * 2
 
 
 def test_evaluation_does_not_mix_with_training_rollouts(tmp_path):

@@ -1,44 +1,24 @@
 """A user's own task: what a wrong file or function says, and that held-out rows stay held out."""
 
-import asyncio
+import datetime
 import json
 from itertools import islice
 from typing import cast
 
-import numpy as np
 import pytest
 
 from letters import Letters
 from paceline.config import Config, HubData, JsonlData
 from paceline.lab.arena.tokenizer import make_tokenizer
-from paceline.orchestrator.rewards import load_reward, scorer
 from paceline.orchestrator.task import load_task
 from paceline.sessions.workloads import make_task
-from paceline.types import Group, PacelineError, Prompt, Rollout, Tokenizer
+from paceline.types import Tokenizer
 
 
 def write_task(tmp_path, reward: str, rows: list[dict]) -> JsonlData:
     (tmp_path / "reward.py").write_text(reward)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return JsonlData(path=tmp_path / "rows.jsonl", reward=f"{tmp_path}/reward.py:reward")
-
-
-def group_of(prompt: Prompt, completion: str) -> Group:
-    token_ids = np.asarray([ord(letter) for letter in completion], np.int32)
-    rollout = Rollout(
-        group_id=0,
-        index=0,
-        prompt_ids=prompt.token_ids,
-        token_ids=token_ids,
-        logp=np.zeros(len(token_ids), np.float32),
-        finish_reason="stop",
-        policy_version=0,
-        policy_version_end=0,
-        engine="e",
-        started_s=0.0,
-        finished_s=1.0,
-    )
-    return Group(group_id=0, prompt=prompt, rollouts=(rollout,))
 
 
 CHAT = {"role": "user", "content": "hi"}
@@ -52,43 +32,6 @@ def test_held_out_rows_are_never_trained_on_and_epochs_differ_in_order(tmp_path)
     first, second = ([prompt.text for prompt in islice(task.prompts, 7)] for _ in range(2))
     assert sorted(first) == sorted(second) == [f"p{i}" for i in range(7)]
     assert first != second
-
-
-def test_reward_sees_the_row_when_it_asks_for_it(tmp_path):
-    data = write_task(tmp_path, "def reward(prompt, completion, row): return float(completion == row['answer'])", ROWS)
-    task = load_task(data, Letters(), seed=0, num_heldout=3)
-    score = scorer(task.reward, Letters())
-    right, wrong = group_of(task.heldout[0], "7"), group_of(task.heldout[0], "8")
-    assert asyncio.run(score([right, wrong])) == [[1.0], [0.0]]
-
-
-def test_reward_that_raises_names_the_prompt_and_the_completion(tmp_path):
-    data = write_task(tmp_path, "def reward(prompt, completion): return 1 / 0", ROWS)
-    task = load_task(data, Letters(), seed=0, num_heldout=3)
-    with pytest.raises(PacelineError, match=r"'heldout/0'.*'abc'.*ZeroDivisionError"):
-        asyncio.run(scorer(task.reward, Letters())([group_of(task.heldout[0], "abc")]))
-
-
-def test_reward_that_is_not_a_number_does_not_reach_the_learner(tmp_path):
-    data = write_task(tmp_path, "def reward(prompt, completion): return float('nan')", ROWS)
-    task = load_task(data, Letters(), seed=0, num_heldout=3)
-    with pytest.raises(PacelineError, match="finite"):
-        asyncio.run(scorer(task.reward, Letters())([group_of(task.heldout[0], "abc")]))
-
-
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ("reward", "file.py:function"),
-        ("nowhere.py:reward", "no file nowhere.py"),
-        ("no.such.module:reward", "cannot be imported"),
-        ("json:no_such_function", "no function"),
-        ("json:dumps", "arguments; must be"),
-    ],
-)
-def test_wrong_reward_spec_says_what_to_write(spec, says):
-    with pytest.raises(ValueError, match=says):
-        load_reward(spec)
 
 
 def test_missing_prompt_field_names_the_fields_that_are_there(tmp_path):
@@ -183,4 +126,18 @@ def test_dataset_that_cannot_be_loaded_says_what_to_do(monkeypatch, offline, say
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", offline)
     data = HubData(path="nobody/nothing", reward="json:loads")
     with pytest.raises(ValueError, match=f"data.path: 'nobody/nothing'.*no route to the hub.*{says}"):
+        load_task(data, Letters(), seed=0, num_heldout=1)
+
+
+@pytest.mark.parametrize(("parameters", "taken"), [("prompt, completion, row", True), ("prompt, completion", False)])
+def test_row_that_is_no_json_is_refused_when_the_reward_takes_it(tmp_path, parameters, taken):
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "reward.py").write_text(f"def reward({parameters}): return 1.0")
+    rows = [{"prompt": "p", "day": datetime.date(2026, 1, 1)}] * 3
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "data"))
+    data = HubData(path=str(tmp_path / "data"), reward=f"{tmp_path}/reward.py:reward")
+    if not taken:
+        load_task(data, Letters(), seed=0, num_heldout=1)
+        return
+    with pytest.raises(ValueError, match=r"^data\.path: .*row 0: .*date.*not JSON serializable; .*remove_columns"):
         load_task(data, Letters(), seed=0, num_heldout=1)

@@ -7,7 +7,7 @@ The resolved config is written beside every run and every measurement, so that a
 
 from paceline.config.base import Section
 from paceline.config.cluster import ClusterConfig
-from paceline.config.data import ArenaData, DataConfig, HubData, JsonlData
+from paceline.config.data import ArenaData, DataConfig, HubData, JsonlData, UserData
 from paceline.config.drafter_training import BufferConfig, DrafterTrainingConfig, DriftConfig, LeaseConfig
 from paceline.config.evaluation import EvalConfig
 from paceline.config.guard import GuardConfig
@@ -66,6 +66,7 @@ __all__ = [
     "SelectorConfig",
     "SpeculationConfig",
     "TableSelector",
+    "UserData",
     "fields_of",
     "load_config",
     "sections_in",

@@ -47,6 +47,14 @@ def advantages(rewards: Sequence[float], kind: Literal["grpo", "centered"]) -> n
     return centered_G if kind == "centered" else centered_G / reward_G.std()
 
 
+def is_trained_on(rewards: Sequence[float], config: ObjectiveConfig) -> bool:
+    """Whether a group takes part in the update: not if a reward of it failed (NaN), since the advantages of the others
+    would be wrong, and not without a spread of rewards if the config drops such groups."""
+    if np.isnan(rewards).any():
+        return False
+    return len(set(rewards)) > 1 or not config.drop_uniform_groups
+
+
 def loss_normaliser(lengths: Sequence[int], loss: Literal["token", "sequence"]) -> float:
     """Divisor of a minibatch's loss: its response tokens, or its rollouts. `lengths` are response lengths."""
     return float(max(1, sum(lengths) if loss == "token" else len(lengths)))

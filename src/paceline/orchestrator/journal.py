@@ -81,7 +81,7 @@ class Journal:
         self._recorder.write("rollouts", {"step": self.step, "engines": list(index_of), **columns})
         begin_s, end_s = min(columns["start_s"]), max(columns["end_s"])
         add = self.metrics.add
-        add("reward/mean", Mean.of(flat))
+        add("reward/mean", Mean.of_known(flat))
         add("rollout/length_mean", Mean.of(lengths))
         add("rollout/length_max", Max(max(lengths)))
         add("rollout/num_tokens", Sum(sum(lengths)))
@@ -152,7 +152,7 @@ class Journal:
 
     def evaluation(self, groups: Sequence[Group], rewards: Rewards, *, decode: Callable[[Tokens], str] | None) -> None:
         """Record the mean reward and length of held-out rollouts, and a few of them as texts if they can be decoded."""
-        accuracy = Mean.of([reward for group_rewards in rewards for reward in group_rewards])
+        accuracy = Mean.of_known([reward for group_rewards in rewards for reward in group_rewards])
         length = Mean.of([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
         metrics = {"eval/accuracy": accuracy.value(), "eval/length_mean": length.value()}
         record = {"step": self.step, "time_s": self.elapsed_s()}

@@ -23,7 +23,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from paceline.config import Config
-from paceline.learner.objective import advantages
+from paceline.learner.objective import advantages, is_trained_on
 from paceline.metrics import Mean, Recorder
 from paceline.orchestrator.fleet import Batch, Fleet, Sampling
 from paceline.orchestrator.journal import Journal, Rewards
@@ -111,7 +111,7 @@ class _Run:
             self.journal.rollouts(groups, rewards, policy_version=self.version, fleet=self.fleet)
             samples = self.make_samples(groups, rewards)
         if not samples:
-            self.journal.event("update_skipped", why="every group has equal rewards")
+            self.journal.event("update_skipped", why="every group has equal rewards, or one that failed")
             return
         with stage("logprob"):
             samples, decision = await self.mismatch.judge(samples, await learner.logp(samples))
@@ -152,10 +152,10 @@ class _Run:
             self.batches.append(self.fleet.open(prompts, sampling))
 
     def make_samples(self, groups: Sequence[Group], rewards: Rewards) -> list[Sample]:
-        """Rollouts with their advantages; groups that carry no gradient are left out if the objective says so."""
+        """Rollouts with their advantages, without groups that teach nothing or of which a reward failed."""
         samples: list[Sample] = []
         for group, group_rewards in zip(groups, rewards, strict=True):
-            keep = len(set(group_rewards)) > 1 or not self.config.objective.drop_uniform_groups
+            keep = is_trained_on(group_rewards, self.config.objective)
             self.journal.metrics.add("policy/groups_kept_share", Mean(float(keep)))
             if keep:
                 group_advantages = advantages(group_rewards, self.config.objective.advantage)

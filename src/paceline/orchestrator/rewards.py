@@ -1,60 +1,57 @@
-"""A user's reward function: found by name, called in a thread of its own, and checked to return a finite number.
+"""Rewards of finished groups: a user's function in processes of its own, a workload's own function in a thread.
 
     def reward(prompt: str, completion: str) -> float: ...
     def reward(prompt: str, completion: str, row: dict) -> float: ...   # with the dataset row, for the answer
 
-The function is plain Python, runs in the driver and may be slow.
+    async with open_scorer(reward, tokenizer, recorder) as score:
+        rewards = await score(groups)
+
+A reward that failed is not a number (NaN), and its group is left out of the update.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
-import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
-import numpy as np
-
+from paceline.metrics import Recorder
+from paceline.orchestrator.reward_pool import RewardPool, UserReward
 from paceline.types import Group, PacelineError, Tokenizer
 
 Row = Mapping[str, Any]
 Reward = Callable[[str, str, Row], float]
+Score = Callable[[Sequence[Group]], Coroutine[Any, Any, list[list[float]]]]
+"""Returns a reward for every rollout of every group."""
 
 
-def load_reward(spec: str) -> Reward:
-    """Import `file.py:function` or `package.module:function`; one with two parameters is not given the row."""
-    where, colon, name = spec.rpartition(":")
-    if not colon:
-        raise ValueError(f"data.reward: got {spec!r}; must be file.py:function or package.module:function")
+@asynccontextmanager
+async def open_scorer(reward: Reward | UserReward, tokenizer: Tokenizer, recorder: Recorder) -> AsyncIterator[Score]:
+    """Yield what scores groups; the processes of a user's reward end with the block."""
+    if not isinstance(reward, UserReward):
+        yield scorer(reward, tokenizer)
+        return
+    pool = RewardPool(reward, recorder)
+
+    async def score(groups: Sequence[Group]) -> list[list[float]]:
+        completions = await asyncio.to_thread(_completions, groups, tokenizer)
+        return await pool.score([group.prompt for group in groups], completions)
+
     try:
-        module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except (ImportError, FileNotFoundError) as error:
-        raise ValueError(f"data.reward: {where!r} cannot be imported: {error}") from None
-    function = vars(module).get(name)
-    if not callable(function):
-        raise ValueError(f"data.reward: {where!r} has no function {name!r}")
-    num_parameters = len(inspect.signature(function).parameters)
-    if num_parameters == 2:
-        without_row = cast("Callable[[str, str], float]", function)
-        return lambda prompt, completion, row: without_row(prompt, completion)
-    if num_parameters == 3:
-        return cast("Reward", function)
-    raise ValueError(
-        f"data.reward: {name!r} takes {num_parameters} arguments; must be (prompt, completion) or "
-        "(prompt, completion, row)"
-    )
+        yield score
+    finally:
+        await pool.close()
 
 
-def scorer(reward: Reward, tokenizer: Tokenizer) -> Callable[[Sequence[Group]], Coroutine[Any, Any, list[list[float]]]]:
-    """Rewards of whole groups from their decoded completions."""
+def scorer(reward: Reward, tokenizer: Tokenizer) -> Score:
+    """Return what scores groups with a function that is trusted to answer, in a thread."""
 
     def score_all(groups: Sequence[Group]) -> list[list[float]]:
         return [
-            [_score(reward, group, tokenizer.decode(r.token_ids.tolist(), True)) for r in group.rollouts]
-            for group in groups
+            [_finite(reward(group.prompt.text, completion, group.prompt.row), group) for completion in completions]
+            for group, completions in zip(groups, _completions(groups, tokenizer), strict=True)
         ]
 
     async def score(groups: Sequence[Group]) -> list[list[float]]:
@@ -63,23 +60,11 @@ def scorer(reward: Reward, tokenizer: Tokenizer) -> Callable[[Sequence[Group]], 
     return score
 
 
-def _score(reward: Reward, group: Group, completion: str) -> float:
-    try:
-        value = float(reward(group.prompt.text, completion, group.prompt.row))
-    except Exception as error:
-        raise PacelineError(
-            f"the reward function failed on prompt {group.prompt.id!r}, completion {completion[:200]!r}: {error!r}"
-        ) from error
-    if not np.isfinite(value):
-        raise PacelineError(f"the reward of prompt {group.prompt.id!r} is {value}; it must be a finite number")
-    return value
+def _completions(groups: Sequence[Group], tokenizer: Tokenizer) -> list[list[str]]:
+    return [[tokenizer.decode(rollout.token_ids.tolist(), True) for rollout in group.rollouts] for group in groups]
 
 
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    spec = importlib.util.spec_from_file_location(f"paceline_task_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _finite(reward: float, group: Group) -> float:
+    if not math.isfinite(reward):
+        raise PacelineError(f"the reward of prompt {group.prompt.id!r} is {reward}; it must be a finite number")
+    return float(reward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import numpy as np
 
 from paceline.config import HubData, JsonlData
 from paceline.files import read_jsonl
-from paceline.orchestrator.rewards import Reward, Row, load_reward
+from paceline.orchestrator.reward_pool import UserReward, find_reward
+from paceline.orchestrator.rewards import Reward, Row
 from paceline.types import Prompt, Tokenizer
 
 _OFFLINE = (
@@ -34,7 +36,7 @@ class Task:
     prompts: Iterator[Prompt]
     """Endless: a dataset is gone through again and again, in a new order each epoch."""
     heldout: Sequence[Prompt]
-    reward: Reward
+    reward: Reward | UserReward
 
 
 def make_prompt(identity: str, content: object, row: Row, tokenizer: Tokenizer) -> Prompt:
@@ -74,7 +76,9 @@ def load_task(
 
     A prompt of more than `max_prompt_tokens` is refused here, because a run would end when it is drawn."""
     rows, heldout_rows = _load_rows(data, num_heldout)
-    reward = load_reward(data.reward)
+    reward = find_reward(data)
+    if reward.takes_row:
+        _check_rows([*rows, *heldout_rows])
     prompts = [prompt_of(row, data.prompt_key, f"train/{index}", tokenizer) for index, row in enumerate(rows)]
     heldout = [prompt_of(row, data.prompt_key, f"heldout/{index}", tokenizer) for index, row in enumerate(heldout_rows)]
     if max_prompt_tokens is not None:
@@ -147,6 +151,19 @@ def prompt_of(
     if not len(prompt.token_ids):
         raise ValueError(f"{setting}: {where}: the prompt has no tokens; must have at least one")
     return prompt
+
+
+def _check_rows(rows: Sequence[Located]) -> None:
+    """Refuse rows that cannot be sent to the reward's process."""
+    for where, row in rows:
+        try:
+            json.dumps(row)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"data.path: {where}: {error}; must be JSON because the reward function, which takes the row, has a "
+                "process of its own. Remove or convert such columns (Dataset.remove_columns, Dataset.map), or let the "
+                "function take (prompt, completion) only"
+            ) from None
 
 
 def _check_lengths(prompts: Sequence[Prompt], rows: Sequence[Located], most: int) -> None:

@@ -238,7 +238,9 @@ def summary(run: Path | RecordedRun) -> RunSummary:
 
 
 def reward_of(batches: Sequence[StepRollouts]) -> float | None:
-    return float(np.concatenate([batch.reward for batch in batches]).mean()) if batches else None
+    rewards = np.concatenate([batch.reward for batch in batches]) if batches else np.empty(0)
+    known = rewards[~np.isnan(rewards)]  # one that failed is not a number
+    return float(known.mean()) if len(known) else None
 
 
 def truncated_of(run: RecordedRun, batches: Sequence[StepRollouts]) -> float | None:

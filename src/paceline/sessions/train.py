@@ -24,7 +24,7 @@ from paceline.files import verify_checksums
 from paceline.measure import environment
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
-from paceline.orchestrator.rewards import scorer
+from paceline.orchestrator.rewards import open_scorer
 from paceline.orchestrator.task import Task
 from paceline.selector.cost_file import Conditions, require_same
 from paceline.sessions.workloads import make_task, resolve_drafter, resolve_policy
@@ -73,7 +73,10 @@ async def _run(
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     engine = config.rollout.engine
-    async with start_cluster(config, model_path) as cluster:
+    async with (
+        start_cluster(config, model_path) as cluster,
+        open_scorer(task.reward, tokenizer, recorder) as score,
+    ):
         recorder.write("run", record)
         cluster.drafter.keep_in(directory / "drafter.safetensors")
         parts = Parts(
@@ -82,7 +85,7 @@ async def _run(
             sender=cluster.sender,
             prompts=task.prompts,
             heldout=task.heldout,
-            score=scorer(task.reward, tokenizer),
+            score=score,
             decode=lambda token_ids: tokenizer.decode(token_ids.tolist(), skip_special_tokens=True),
             drafter=cluster.drafter,
             raise_precision=None if engine == engine.in_full_precision else partial(cluster.raise_precision, engine),

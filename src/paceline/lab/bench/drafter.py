@@ -39,6 +39,7 @@ import numpy as np
 from paceline.cluster.placement import Cluster, start_cluster
 from paceline.config import Config, LearnedDrafter, load_config
 from paceline.context import Context
+from paceline.lab.arena.task import reward as arena_reward
 from paceline.lab.arena.workload import arena_task
 from paceline.measure import CpuTimes, Result, environment, middle
 from paceline.metrics import JsonlSink, Recorder, read_metrics
@@ -214,7 +215,7 @@ async def _cluster(
     tokenizer = load_tokenizer(model_path)
     task = arena_task(tokenizer, seed=config.run.seed, num_heldout=0)
     async with start_cluster(config, model_path) as cluster:
-        yield cluster, task, scorer(task.reward, tokenizer)
+        yield cluster, task, scorer(arena_reward, tokenizer)
 
 
 def _parts(

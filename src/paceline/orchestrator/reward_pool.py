@@ -1,0 +1,249 @@
+"""Processes for a user's reward function: limited in time and memory, killed and replaced when they do not answer.
+
+    reward = find_reward(data)                       # before anything starts: it can be imported and called
+    pool = RewardPool(reward, recorder)
+    rewards = await pool.score(prompts, completions)
+    await pool.close()
+
+A user's function may hang, end its process or take all memory, and the run must not notice more than a missing reward.
+What that means is `data.on_reward_failure`. The other side of the pipes is `reward_worker.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config import UserData
+from paceline.metrics import Recorder
+from paceline.orchestrator import reward_worker
+from paceline.types import PacelineError, Prompt
+
+FAILURES = "reward/failures"
+_COMMAND = (sys.executable, "-P", str(Path(reward_worker.__file__)))
+_LOAD_S = 300.0
+"""Seconds for importing the function's module, which may load a model."""
+_EXIT_S = 1.0
+"""Seconds for the exit code of a process whose pipe has ended."""
+_LONGEST_ANSWER = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserReward:
+    """A user's reward function that was found and can be called."""
+
+    data: UserData
+    takes_row: bool
+
+
+class RewardFailedError(PacelineError):
+    """The reward function has not given a finite number for a completion."""
+
+
+def find_reward(data: UserData) -> UserReward:
+    """Import the function in a process as the run will; raises ValueError that says what is wrong with it."""
+    settings = _settings(data)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(  # noqa: S603  our own file
+        _COMMAND, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(settings)  # left open: the process ends with it
+            in_time, _, _ = select.select([process.stdout], [], [], _LOAD_S)
+            line = process.stdout.readline() if in_time else None
+        finally:
+            _kill(process.pid)
+    return UserReward(data=data, takes_row=_takes_row(data, line))
+
+
+class RewardPool:
+    """The processes of one user's reward; each is started when it is first needed."""
+
+    def __init__(self, reward: UserReward, recorder: Recorder) -> None:
+        self._reward = reward
+        self._recorder = recorder
+        self._workers = [RewardWorker(reward.data) for _ in range(reward.data.reward_workers)]
+        self._idle: asyncio.LifoQueue[RewardWorker] = asyncio.LifoQueue()  # the last one is up already
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+        recorder.counts[FAILURES] += 0  # a step's record says that there were none
+
+    async def score(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[str]]) -> list[list[float]]:
+        """Return rewards of each prompt's completions; failures are counted, and the first is told in an event."""
+        jobs = [
+            [asyncio.ensure_future(self._one(prompt, completion)) for completion in of_prompt]
+            for prompt, of_prompt in zip(prompts, completions, strict=True)
+        ]
+        flat = [job for of_prompt in jobs for job in of_prompt]
+        try:
+            outcomes = await asyncio.gather(*flat)
+        finally:
+            for job in flat:
+                job.cancel()
+            await asyncio.gather(*flat, return_exceptions=True)
+        if failures := [outcome for outcome in outcomes if isinstance(outcome, RewardFailedError)]:
+            self._recorder.counts[FAILURES] += len(failures)
+            policy = self._reward.data.on_reward_failure
+            self._recorder.event("reward_failed", num_failures=len(failures), policy=policy, why=str(failures[0]))
+        return [[self._value(job.result()) for job in of_prompt] for of_prompt in jobs]
+
+    async def close(self) -> None:
+        for worker in self._workers:
+            await worker.end()
+
+    async def _one(self, prompt: Prompt, completion: str) -> float | RewardFailedError:
+        worker = await self._idle.get()
+        row = {"row": dict(prompt.row)} if self._reward.takes_row else {}
+        try:
+            return await worker.ask({"prompt": prompt.text, "completion": completion, **row})
+        except RewardFailedError as error:
+            what = f"the reward function failed on prompt {prompt.id!r}, completion {completion[:200]!r}: {error}"
+            if self._reward.data.on_reward_failure == "stop":
+                advice = "with data.on_reward_failure=zero or drop the run would go on"
+                raise PacelineError(f"{what}; {advice}") from None
+            return RewardFailedError(what)
+        finally:
+            self._idle.put_nowait(worker)
+
+    def _value(self, outcome: float | RewardFailedError) -> float:
+        if isinstance(outcome, float):
+            return outcome
+        return 0.0 if self._reward.data.on_reward_failure == "zero" else math.nan
+
+
+class RewardWorker:
+    """One process, which is asked one thing at a time and replaced when it has hung, ended or broken."""
+
+    def __init__(self, data: UserData) -> None:
+        self._data = data
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def ask(self, request: Mapping[str, Any]) -> float:
+        """Return the reward; raises RewardFailedError with the reason."""
+        try:
+            process = await self._started()
+            async with asyncio.timeout(self._data.reward_timeout_s):
+                line = await _exchange(process, _line(request))
+        except TimeoutError:
+            await self.end()
+            raise RewardFailedError(
+                f"no answer within data.reward_timeout_s, {self._data.reward_timeout_s:g} s"
+            ) from None
+        except BaseException:  # cancelled: a late answer would be taken for that of the next request
+            await self.end()
+            raise
+        if not line:
+            raise RewardFailedError(f"its process ended with {_exit(await self.end(grace_s=_EXIT_S))}")
+        answer = _parse(line)
+        if answer is None or answer.get("broken"):
+            await self.end()
+        match answer:
+            case {"reward": int() | float() as reward} if math.isfinite(reward):
+                return float(reward)
+            case {"error": str(error)}:
+                raise RewardFailedError(error)
+            case _:
+                raise RewardFailedError(f"its process answered {line[:60]!r}")
+
+    async def end(self, *, grace_s: float = 0.0) -> int | None:
+        """Kill the process and everything that it has started, after a while in which it may end by itself; returns
+        its exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await process.wait()
+        finally:
+            _kill(process.pid)
+        return await process.wait()
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is not None and self._process.returncode is not None:
+            await self.end()  # it ended while nobody asked for anything
+        if self._process is None:
+            pipe = asyncio.subprocess.PIPE
+            self._process = await asyncio.create_subprocess_exec(
+                *_COMMAND, stdin=pipe, stdout=pipe, start_new_session=True, limit=_LONGEST_ANSWER
+            )
+            line = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOAD_S):
+                    line = await _exchange(self._process, _settings(self._data))
+            try:
+                _takes_row(self._data, line)
+            except ValueError as error:  # it could be imported before: no later reward would work
+                raise PacelineError(f"a reward process could not be replaced: {error}") from None
+        return self._process
+
+
+async def _exchange(process: asyncio.subprocess.Process, request: bytes) -> bytes:
+    """Send a line and return the answer; nothing if the process has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(request)
+        await process.stdin.drain()
+        return await process.stdout.readline()
+    except (BrokenPipeError, ConnectionResetError):
+        return b""
+    except ValueError:
+        return b"a line without an end"  # asyncio's word for one beyond `limit`
+
+
+def _settings(data: UserData) -> bytes:
+    where, colon, name = data.reward.rpartition(":")
+    if not colon:
+        raise ValueError(f"data.reward: got {data.reward!r}; must be file.py:function or package.module:function")
+    memory = int(data.reward_memory_gb * 2**30)
+    return _line({"where": where, "name": name, "path": sys.path, "memory_bytes": memory})
+
+
+def _takes_row(data: UserData, line: bytes | None) -> bool:
+    """Read the first answer of a process, None if it was late; raises ValueError for a function that cannot be used."""
+    if line is None:
+        raise ValueError(f"data.reward: {data.reward!r} was not imported within {_LOAD_S:.0f} s")
+    match _parse(line):
+        case {"takes_row": bool(takes_row)}:
+            return takes_row
+        case {"error": str(error)}:
+            raise ValueError(f"data.reward: {error}")
+        case _:
+            raise ValueError(
+                f"data.reward: the process that imports {data.reward!r} ended; try it with `python`, and with a larger "
+                "data.reward_memory_gb"
+            )
+
+
+def _line(tree: Mapping[str, Any]) -> bytes:
+    return json.dumps(tree).encode() + b"\n"
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _exit(code: int | None) -> str:
+    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
