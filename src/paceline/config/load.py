@@ -24,8 +24,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         if not file.is_file():
             raise ValueError(f"config: got {file}; must be a TOML file (configs/arena.toml is a start)")
         try:
-            tree = tomllib.loads(file.read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
+            tree = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, nested too deeply
             raise ValueError(f"config: {file} is not TOML: {error}") from None
     for override in overrides:
         _apply(tree, override)
@@ -88,7 +88,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ValueError(f"override: got {override!r}; must be a.b=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     *path, leaf = key.split(".")
     for part in path:
