@@ -11,6 +11,7 @@ import pytest
 from paceline.config import Config, load_config
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.fleet import Fleet, Sampling
+from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.online_drafter import Off
@@ -107,6 +108,21 @@ def test_every_rollout_is_trained_on_once(tmp_path):
     assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3]
 
 
+def test_failures_that_a_part_counts_are_in_every_steps_record(tmp_path):
+    recorder = Recorder(JsonlSink(tmp_path / "counted.jsonl"))
+    recorder.counts["reward/failures"] += 2
+
+    async def work():
+        journal = Journal(recorder)
+        journal.begin_step(1)
+        async with Fleet(Members([]), Off(), max_in_flight=1, on_lost=print) as fleet:
+            journal.end_step(fleet)
+
+    asyncio.run(work())
+    (step,) = read_metrics(tmp_path / "counted.jsonl")["step"]
+    assert (step["metrics"]["reward/failures"], step["metrics"]["metrics/records_lost"]) == (2, 0)
+
+
 def test_engine_that_dies_in_mid_rollout_costs_no_rollout(tmp_path):
     records, learner = simulate(tmp_path, load_config(None, SMALL), lose_at_s=0.9)
     assert [len(batch) for batch in learner.batches] == [32, 32, 32]
@@ -189,6 +205,7 @@ def test_group_with_a_failed_reward_is_not_trained_on_and_not_part_of_a_mean(tmp
     assert [len(batch) for batch in learner.batches] == [32 - config.rollout.group_size] * 3
     assert all(math.isfinite(sample.advantage) for batch in learner.batches for sample in batch)
     assert all(math.isfinite(record["metrics"]["reward/mean"]) for record in records["step"])
+    assert {record["metrics"]["policy/groups_kept_share"] for record in records["step"]} == {7 / 8}
     assert [round(record["metrics"]["eval/accuracy"], 3) for record in records["eval"]] == [round(6 / 11, 3)] * 2
 
 
