@@ -20,5 +20,5 @@ def reward(prompt: str, completion: str, row: dict) -> float:
 
 
 def _parse(text: str) -> list:
-    # math-verify's own timeout is a signal, which only a main thread gets.
+    # data.reward_timeout_s limits the time.
     return parse(text, parsing_timeout=None)

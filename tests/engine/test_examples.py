@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 import shlex
-import signal
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
-from urllib.error import URLError
+from typing import Any
 
 import pytest
 
 from foreign_python import foreign_environment, make_foreign_python
 from paceline import assets
-from paceline.cli import _parser, main
+from paceline.cli import main
 from paceline.config import JsonlData
+from paceline.orchestrator.reward_worker import load
 from paceline.orchestrator.task import load_task
 from paceline.sessions.train import load_tokenizer
+from serving import API_SERVER, served
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = shlex.split("--enforce-eager --max-model-len 256 --max-num-seqs 8 --kv-cache-memory-bytes 100000000")
@@ -44,45 +41,15 @@ def server(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     block = re.search(r"```bash\n(.*?)```", (EXAMPLES / "vllm_drafter" / "README.md").read_text(), re.DOTALL)
     assert block, "no commands in the README"
     _, train, export, serve = (shlex.split(line) for line in block[1].splitlines())
-    options = _parser().parse_args(train[1:])
-    assert (options.model, str(options.out)) == ("arena:tiny", export[3])
-    assert main([*export[1:3], str(assets.drafter("tiny", "eagle3")), str(directory / export[4])]) == 0
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    assert serve[:3] == ["vllm", "serve", "$POLICY"]
-    # The rebuild of vLLM for CPUs has a command `vllm` that does not start.
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", assets.policy("tiny"), *serve[3:]]
-    with (directory / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*map(str, command), "--host", "127.0.0.1", "--port", port, *SMALL],
-            env=foreign_environment(),
-            cwd=directory,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        while not healthy(url := f"http://127.0.0.1:{port}"):
-            assert process.poll() is None, (directory / "log").read_text()[-3000:]
-            time.sleep(0.2)
+    assert train[-1] == export[3] and train[:3] == ["paceline", "draft", "train"]
+    out = directory / export[4]
+    assert main([*export[1:3], str(assets.drafter("tiny", "eagle3")), str(out)]) == 0
+    assert serve[:4] == ["vllm", "serve", "$POLICY", "--speculative-config"]
+    speculation = json.loads(serve[4])
+    assert speculation["model"] == export[4]
+    command = [python, *API_SERVER[1:], assets.policy("tiny"), serve[3], json.dumps(speculation | {"model": str(out)})]
+    with served([*command, *SMALL], env=foreign_environment(), log=directory / "log") as url:
         yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def healthy(url: str) -> bool:
-    try:
-        fetch(f"{url}/health")
-    except URLError:
-        return False
-    return True
 
 
 def test_the_server_drafts_and_the_reader_is_told_how_well(server: str, python: Path) -> None:
@@ -103,12 +70,12 @@ def test_chat_prompts_of_gsm8k_are_those_that_the_server_makes_and_answers_earn_
     data = JsonlData(path=Path("examples/gsm8k/train.jsonl"), reward="examples/gsm8k/reward.py:reward")
     task = load_task(data, load_tokenizer(assets.policy("tiny")), seed=0, num_heldout=8)
     model = json.loads(fetch(f"{server}/v1/models"))["data"][0]["id"]
+    reward, _ = load("examples/gsm8k/reward.py", "reward")
     rewards = []
     for prompt in task.heldout:
         chat: dict[str, Any] = {"model": model, "messages": prompt.row["prompt"]}
         assert json.loads(fetch(f"{server}/tokenize", chat))["tokens"] == prompt.token_ids.tolist()
         order = chat | {"max_tokens": 128, "temperature": 0}
         said = json.loads(fetch(f"{server}/v1/chat/completions", order))["choices"][0]["message"]["content"]
-        rewards.append(task.reward(prompt.text, cast("str", said), prompt.row))
-    print(f"rewards: {rewards}")
+        rewards.append(reward(prompt.text, said, prompt.row))
     assert set(rewards) <= {0.0, 1.0} and sum(rewards) >= 2

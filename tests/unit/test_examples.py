@@ -14,7 +14,7 @@ import pytest
 from paceline.config import Config, JsonlData
 from paceline.lab.arena.task import problems
 from paceline.lab.arena.tokenizer import make_tokenizer
-from paceline.orchestrator.rewards import load_reward
+from paceline.orchestrator.reward_worker import load
 from paceline.orchestrator.task import load_task
 from paceline.types import Tokenizer
 
@@ -68,11 +68,11 @@ def test_gsm8k_prompts_are_the_arenas_own_after_its_chat_template() -> None:
 )
 def test_gsm8k_reward_is_for_the_right_number_after_the_mark(completion: str, worth: float) -> None:
     pytest.importorskip("math_verify", reason="the reward needs math-verify")
-    reward = load_reward("examples/gsm8k/reward.py:reward")
+    reward, _ = load("examples/gsm8k/reward.py", "reward")
     assert reward("", completion, {"answer": "1,200+34=<<1200+34=1234>>1,234\n#### 1,234"}) == worth
 
 
 def test_gsm8k_reward_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ValueError, match=r"^data.reward: .*needs math-verify: pip install 'paceline\[math\]'"):
-        load_reward("examples/gsm8k/reward.py:reward")
+    with pytest.raises(ValueError, match=r"needs math-verify: pip install 'paceline\[math\]'"):
+        load("examples/gsm8k/reward.py", "reward")

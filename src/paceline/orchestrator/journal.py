@@ -6,6 +6,7 @@ Time is the running event loop's, so that a simulated run records simulated time
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -171,15 +172,17 @@ class Journal:
 
 
 def _texts(groups: Sequence[Group], rewards: Rewards, decode: Callable[[Tokens], str]) -> list[dict[str, object]]:
-    """The rollouts of the highest, the middle and the lowest reward, each with its prompt."""
+    """The rollouts of the highest, the middle and the lowest reward, each with its prompt; failed rewards are none."""
     scored = [
         (reward, group.prompt, rollout)
         for group, group_rewards in zip(groups, rewards, strict=True)
         for rollout, reward in zip(group.rollouts, group_rewards, strict=True)
+        if not math.isnan(reward)
     ]
     ranked = sorted(scored, key=lambda item: item[0])
     last = len(ranked) - 1
-    names = {last: "best", last // 2: "middle", 0: "worst"}  # fewer than three rollouts have fewer names
+    # Fewer than three rollouts have fewer names.
+    names = {last: "best", last // 2: "middle", 0: "worst"} if ranked else {}
     return [
         {
             "which": which,
