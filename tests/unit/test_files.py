@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.files import (
+    SEAL,
     ChecksumError,
     atomic_directory,
     atomic_file,
@@ -19,10 +21,13 @@ from paceline.files import (
     private_directory,
     read_jsonl,
     remove_partials,
+    seal,
     sha256_of,
     verify_checksums,
+    verify_seal,
     write_checksums,
 )
+from paceline.types import PacelineError
 
 
 def mode(path: Path) -> int:
@@ -96,6 +101,21 @@ def test_private_files_are_for_their_owner_only(tmp_path: Path) -> None:
     assert (mode(directory), mode(directory / "rollouts")) == (0o700, 0o600)
 
 
+def test_a_directory_of_another_user_or_behind_a_link_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever made /dev/shm/paceline-1000 first could read all rollouts of user 1000."""
+    (tmp_path / "mine").mkdir(mode=0o755)
+    assert mode(private_directory(tmp_path / "mine")) == 0o700, "made by another umask"
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(PacelineError, match="link"):
+        private_directory(tmp_path / "link")
+    uid = os.getuid()
+    monkeypatch.setattr("os.getuid", lambda: uid + 1)
+    with pytest.raises(PacelineError, match="another user"):
+        private_directory(tmp_path / "mine")
+
+
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
     with atomic_directory(tmp_path / "policy") as partial:
@@ -131,6 +151,27 @@ def test_a_run_refuses_a_policy_with_a_flipped_byte_by_name(tmp_path: Path, caps
     assert main(["train", str(config), f"policy.model={policy}", f"run.directory={tmp_path / 'runs'}"]) == 2
     assert "model.safetensors differs from its checksum" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x0b", b"\n0  config.json\n"])
+def test_a_list_of_checksums_that_is_damaged_itself_is_refused(weights: Path, damage: bytes) -> None:
+    """An empty list would call everything whole."""
+    recorded = weights / "SHA256SUMS"
+    recorded.write_bytes(recorded.read_bytes()[:-1] + damage if damage else b"")
+    with pytest.raises(ChecksumError, match="SHA256SUMS is damaged"):
+        verify_checksums(weights)
+
+
+def test_a_sealed_file_tells_any_change_and_one_without_a_seal(tmp_path: Path) -> None:
+    file = tmp_path / "sealed"
+    file.write_bytes(b"head " + SEAL.encode() + bytes(100_000))
+    seal(file)
+    verify_seal(file)
+    content = file.read_bytes()
+    for damaged in (content[:-1], content + b"\0", content[:-1] + b"\1", content.replace(b"xxh3", b"xxh2"), b""):
+        file.write_bytes(damaged)
+        with pytest.raises(ChecksumError, match="sealed differs from the checksum in it"):
+            verify_seal(file)
 
 
 def test_a_missing_file_is_named(weights: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from paceline.cluster.trainers import RoundSender
 from paceline.drafters.drift import Verdict
 from paceline.drafters.rounds import Progress, Rounds, drafter_weights
 
@@ -96,6 +99,52 @@ def test_what_killed_workers_left_half_written_is_forgotten_in_time(rounds: Roun
     rounds.forget(but=0)
     assert not old.exists()
     assert young.exists(), "its writer may still be at it"
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_state_is_left_out_of_the_mean_and_counted(rounds: Rounds, tmp_path: Path) -> None:
+    rounds.put_state(0, "a", state(1.0), 100)
+    rounds.put_state(0, "b", state(9.0), 100)
+    damage(tmp_path / "rounds" / "state-00000000-b.safetensors")
+    assert rounds.close_round() == 1
+    assert rounds.base(1)["drafter/fc.weight"].tolist() == [1.0, 1.0]
+    assert rounds.num_broken == 1
+    rounds.put_state(1, "a", state(1.0), 100)
+    damage(tmp_path / "rounds" / "state-00000001-a.safetensors")
+    assert rounds.close_round() == 1, "with no state that is whole there is no new base"
+    assert rounds.fresh_tokens() == 0
+
+
+def test_everybody_goes_on_from_the_base_before_a_damaged_one(rounds: Rounds) -> None:
+    """A worker that cannot load the newest base would train for nothing from then on, or end again and again."""
+    for value in (1.0, 2.0):
+        rounds.put_state(rounds.round(), "a", state(value), 1)
+        rounds.close_round()
+    rounds.put_verdict(2, Verdict(publish=True, why="better", before=2.0, after=3.0))
+    damage(rounds.file(2))
+    with pytest.raises(FileNotFoundError):
+        rounds.base(2)
+    assert rounds.round() == 1
+    assert rounds.verdict(2) is None, "it is not the verdict of the next base 2"
+    assert rounds.base(1)["drafter/fc.weight"].tolist() == [1.0, 1.0]
+
+
+def test_a_damaged_base_is_not_sent_and_ends_nothing(rounds: Rounds) -> None:
+    class NoSender:
+        async def send_drafter(self, file: Path, version: int) -> NoReturn:
+            pytest.fail("sent")
+
+    rounds.put_state(0, "a", state(1.0), 1)
+    rounds.close_round()
+    damage(rounds.file(1))
+    (receipt,) = asyncio.run(cast("Any", RoundSender(cast("Any", NoSender()), rounds).send_drafter(1)))
+    assert not receipt.ok and not receipt.lost
+    assert "checksum" in str(receipt.error)
 
 
 def test_verdicts_and_progress_survive_their_writer(rounds: Rounds) -> None:

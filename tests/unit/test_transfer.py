@@ -345,6 +345,26 @@ def test_sweep_removes_a_killed_owners_segment_and_no_living_ones(sender: ShmSen
     assert own.exists()
 
 
+def test_sweep_survives_what_others_have_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner that did not start because of somebody's directory in shared memory could be stopped by anybody."""
+    monkeypatch.setattr("paceline.weights.shared_memory._SHM", tmp_path)
+    precious = tmp_path / "precious"
+    precious.touch()
+    (tmp_path / "paceline-0").mkdir()
+    (tmp_path / "paceline-link").symlink_to(precious)
+    (tmp_path / "paceline-nowhere").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "paceline-pipe")
+    assert sweep() == []
+    theirs = tmp_path / "paceline-1-policy-theirs"
+    theirs.touch()
+    uid = os.getuid()
+    with monkeypatch.context() as patched:
+        patched.setattr("os.getuid", lambda: uid + 1)
+        assert sweep() == []
+    assert sweep() == [theirs.name]
+    assert precious.exists() and (tmp_path / "paceline-0").exists()
+
+
 def test_owner_that_ends_without_closing_leaves_nothing() -> None:
     owner, path = start_owner()
     owner.communicate("")

@@ -45,6 +45,7 @@ from paceline.config import Config, EngineConfig, LearnedDrafter, SpeculationCon
 from paceline.drafters.checkpoint import read_taps, with_own_embeddings
 from paceline.drafters.store import FileStore
 from paceline.drafters.worker import WorkerSettings, documents_in
+from paceline.files import private_directory
 from paceline.learner.hidden_states import HiddenStateWriterSettings
 from paceline.orchestrator.drafter_training import OnlineDrafterTraining
 from paceline.orchestrator.members import Members
@@ -199,13 +200,12 @@ def training_directory(config: Config) -> Path | None:
     drafter's path too, and the next run should find it."""
     if config.speculation is None or config.speculation.training.mode == "off":
         return None
-    root = config.speculation.training.buffer.directory
-    root.mkdir(parents=True, exist_ok=True)
+    root = private_directory(config.speculation.training.buffer.directory / f"paceline-{os.getuid()}")
     number = 0
     while True:
         try:
             (root / str(number)).mkdir(mode=0o700)
-        except FileExistsError:  # of a run that goes on, or of another user
+        except FileExistsError:  # of a run that goes on
             number += 1
         else:
             return root / str(number)

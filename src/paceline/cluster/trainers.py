@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from paceline.cluster.proxies import RemoteEngine, RemoteSender
-from paceline.drafters.rounds import Rounds
+from paceline.drafters.rounds import Rounds, verify_weights
 from paceline.drafters.worker import WorkerSettings
+from paceline.files import ChecksumError
 from paceline.types import Receipt
 
 
@@ -18,7 +20,12 @@ class RoundSender:
         self._rounds = rounds
 
     async def send_drafter(self, number: int) -> Sequence[Receipt]:
-        return await self._sender.send_drafter(self._rounds.file(number), number)
+        file = self._rounds.file(number)
+        try:
+            await asyncio.to_thread(verify_weights, file)
+        except (ChecksumError, FileNotFoundError) as error:  # the drafter stays as it is, and the run goes on
+            return [Receipt(engine="learner", version=number, num_tensors=0, num_bytes=0, seconds=0, error=str(error))]
+        return await self._sender.send_drafter(file, number)
 
     async def stop_speculation(self) -> None:
         await self._sender.stop_speculation()

@@ -13,9 +13,9 @@ from paceline.config.base import Section
 class BufferConfig(Section):
     """Where rollouts with the policy's hidden states wait for drafter training."""
 
-    directory: Path = Path("/dev/shm/paceline")  # noqa: S108  each run makes a folder of its own in it
-    """Directory in which each run creates its own folder. It is shared memory by default; a folder on a disk holds
-    more."""
+    directory: Path = Path("/dev/shm")  # noqa: S108  a folder in it is made for this user only
+    """Directory in which each user has a folder, `paceline-UID`, that nobody else can enter, and each run a folder in
+    that. It is shared memory by default; a folder on a disk holds more."""
     capacity_mb: float = Field(default=1024, gt=0)
     """Largest size of the whole buffer, in MiB. A token takes 4 bytes x hidden size x (taps + 1): 4 KB for
     arena:small."""

@@ -5,7 +5,7 @@
 In shared memory the directory is memory that all processes of the node see; on a disk it is the same, spilled. Nobody
 copies a document to read it: a file is mapped, and its arrays are views of the map. A file that is removed while
 somebody reads it stays whole for that reader. The name of a file says everything that choosing needs (version, length,
-use), so listing the directory opens none.
+use), so listing the directory opens none. A file carries its checksum, which is verified when it is mapped.
 
 The oldest policy versions are evicted first, with two exceptions. Short responses are many and cheap, and would crowd
 out the long ones, which a drafter needs most because the tail of a phase consists of them: the longest documents of
@@ -34,12 +34,13 @@ import xxhash
 
 from paceline.config import BufferConfig
 from paceline.drafters.packing import Document
-from paceline.files import atomic_file, private_directory, remove_partials
+from paceline.files import SEAL, ChecksumError, atomic_file, private_directory, remove_partials, seal, verify_seal
 from paceline.types import Floats
 
 _MAGIC = 0x70_6C_64_62
-_HEADER_WORDS = 6
-"""Magic, tokens, prompt tokens, taps, hidden size, zero; every word has 4 bytes, as has everything behind them."""
+_HEADER_WORDS = 16
+"""Magic, tokens, prompt tokens, taps, hidden size, zero, ten of checksum; every word has 4 bytes, as has everything
+behind them."""
 _SUFFIX = ".document"
 _HEAD_SUFFIX = ".head"
 
@@ -65,6 +66,7 @@ class Buffer:
         self._config = config
         self._writer = writer
         self._last_name_ns = 0
+        self._heads_seen: dict[str, bool] = {}
         self.num_broken = 0
         """Files that were there and could not be read; a file counts each time that it is drawn."""
         private_directory(directory)
@@ -85,17 +87,34 @@ class Buffer:
 
     def put_head(self, head_VD: Floats, version: int) -> None:
         """Write the policy's output head of this version and remove older ones. Only one writer calls this."""
-        self._write(f"{self._new_name(version)}-{head_VD.shape[0]:08d}-{head_VD.shape[1]:08d}{_HEAD_SUFFIX}", [head_VD])
+        self._write(
+            f"{self._new_name(version)}-{head_VD.shape[0]:08d}-{head_VD.shape[1]:08d}{_HEAD_SUFFIX}",
+            [_header(), head_VD],
+        )
         for older in sorted(self._directory.glob(f"*{_HEAD_SUFFIX}"))[:-1]:
             older.unlink(missing_ok=True)
 
     def head(self) -> tuple[int, Floats] | None:
-        """Return the newest head with its version, as a view of the file."""
+        """Return the newest head that is whole with its version, as a view of the file."""
         for file in sorted(self._directory.glob(f"*{_HEAD_SUFFIX}"), reverse=True):
             *_, rows, columns = file.name.removesuffix(_HEAD_SUFFIX).split("-")
             with suppress(FileNotFoundError):  # a newer one has come meanwhile
-                return _version(file), np.memmap(file, np.float32, "r", shape=(int(rows), int(columns)))
+                if self._is_whole_head(file):
+                    return _version(file), np.memmap(
+                        file, np.float32, "r", offset=4 * _HEADER_WORDS, shape=(int(rows), int(columns))
+                    )
         return None
+
+    def _is_whole_head(self, file: Path) -> bool:
+        """Whether a head is as it was written. It is asked for before every slice of training, so each is read once."""
+        if file.name not in self._heads_seen:
+            try:
+                verify_seal(file)
+                self._heads_seen = {file.name: True}
+            except ChecksumError:
+                self._heads_seen = {file.name: False}
+                self.num_broken += 1
+        return self._heads_seen[file.name]
 
     def entries(self) -> list[Entry]:
         """List all documents, the oldest version first."""
@@ -120,7 +139,7 @@ class Buffer:
                 num_tokens -= entry.num_tokens
             except FileNotFoundError:  # a writer has made room
                 continue
-            except ValueError:
+            except (ChecksumError, ValueError):
                 self.num_broken += 1
 
     def _new_name(self, version: int) -> str:
@@ -129,9 +148,11 @@ class Buffer:
         return f"{version:08d}-{self._last_name_ns:020d}-{self._writer}"
 
     def _write(self, name: str, parts: Sequence[np.ndarray[Any, Any]]) -> None:
-        with atomic_file(self._directory / name, private=True) as partial, partial.open("wb") as file:
-            for part in parts:
-                part.tofile(file)
+        with atomic_file(self._directory / name, private=True) as partial:
+            with partial.open("wb") as file:
+                for part in parts:
+                    file.write(np.ascontiguousarray(part).data)  # `tofile` does not tell of a full disk at its end
+            seal(partial)
 
     def _look(self) -> Iterator[Entry]:
         with os.scandir(self._directory) as found:
@@ -210,17 +231,26 @@ def document_bytes(num_tokens: int, num_taps: int, hidden_size: int) -> int:
 def _parts(document: Document) -> list[np.ndarray[Any, Any]]:
     num_tokens, num_taps, hidden_size = document.taps.shape
     assert document.token_ids.shape == (num_tokens,) and document.last.shape == (num_tokens, hidden_size)
-    header = np.array([_MAGIC, num_tokens, document.num_prompt_tokens, num_taps, hidden_size, 0], np.int32)
     return [
-        header,
+        _header(num_tokens, document.num_prompt_tokens, num_taps, hidden_size),
         document.token_ids.astype(np.int32),
         document.taps.astype(np.float32),
         document.last.astype(np.float32),
     ]
 
 
+def _header(*numbers: int) -> np.ndarray[Any, Any]:
+    """Make the header of a file, with the place of its checksum."""
+    words = np.zeros(_HEADER_WORDS, np.int32)
+    words[: 1 + len(numbers)] = (_MAGIC, *numbers)
+    words.view(np.uint8)[24 : 24 + len(SEAL)] = np.frombuffer(SEAL.encode(), np.uint8)
+    return words
+
+
 def _map(file: Path) -> Document:
-    """Map a file as a document whose arrays are views of it; raises ValueError if the file is not whole."""
+    """Map a file as a document whose arrays are views of it; raises ChecksumError or ValueError if the file is not
+    whole."""
+    verify_seal(file)
     words = np.memmap(file, np.int32, "r")
     if len(words) < _HEADER_WORDS or words[0] != _MAGIC:
         raise ValueError(f"{file.name}: not a document of this buffer")

@@ -117,7 +117,7 @@ def write_checkpoint(
     tokenizer: Path | None,
     notes: Callable[[Path], None] | None = None,
 ) -> None:
-    with atomic_directory(directory) as partial:
+    with atomic_directory(directory, durable=True) as partial:
         (partial / "config.json").write_text(config, encoding="utf-8")
         if tokenizer is not None and tokenizer.is_file():
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
@@ -156,6 +156,7 @@ def widen(
 
     The grown policy's hidden states are the original ones followed by zeros, so the columns that read those are zero
     too."""
+    verify_checksums(source)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     policy = _policy_config(policy_path)
     weights = load_file(source / "model.safetensors")
@@ -179,6 +180,7 @@ def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: tor
 
     vLLM shares equal tensors when it loads drafter and policy, and a push to the drafter would then overwrite the
     policy's. Each tensor-parallel worker compares its own rows."""
+    verify_checksums(source)
     weights = load_file(source / "model.safetensors")
     embedding_VD = _policy_tensor(model_path, "model.embed_tokens.weight")
     head_VD = _policy_tensor(model_path, "lm_head.weight")

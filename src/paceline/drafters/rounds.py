@@ -9,7 +9,8 @@
 
 Base 0 is the drafter's checkpoint, which everybody has. A worker may be stopped or killed between any two instructions,
 so nobody waits for its answer: it reports through files, each of which is moved into place when it is whole. What a
-killed worker had not written yet is lost, and nothing else. The files can be read by their owner only.
+killed worker had not written yet is lost, and nothing else. The files can be read by their owner only. Each carries its
+checksum; one that is damaged counts as `num_broken` and is as good as not there, which costs some training.
 """
 
 from __future__ import annotations
@@ -21,12 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from paceline.drafters.drift import Verdict
 from paceline.drafters.trainer import WEIGHTS, State, average
-from paceline.files import atomic_file, move_file, private_directory
+from paceline.files import (
+    SEAL,
+    ChecksumError,
+    atomic_file,
+    move_file,
+    private_directory,
+    seal,
+    verify_checksums,
+    verify_seal,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +49,7 @@ class Progress:
     num_skipped: int = 0
     """Optimizer steps whose gradient was not finite."""
     num_broken_files: int = 0
-    """Times that a file of the buffer was there and could not be read."""
+    """Times that a file of the buffer or of a round was there and could not be read."""
     overlap: float = 0.0
     """Overlap of the last slice, over all unrolled steps."""
 
@@ -50,6 +60,10 @@ class Rounds:
     def __init__(self, directory: Path, checkpoint: Path) -> None:
         self._directory = directory
         self._checkpoint = checkpoint
+        self._published: int | None = None
+        self._progress: dict[str, Progress] = {}
+        self.num_broken = 0
+        """Times that a file was there and could not be read."""
         private_directory(directory)
 
     def round(self) -> int:
@@ -57,10 +71,17 @@ class Rounds:
         return max((_round(file) for file in self._directory.glob("base-*.safetensors")), default=0)
 
     def base(self, number: int) -> State:
-        """Load a base; raises FileNotFoundError for one that was forgotten. Base 0 has no optimizer state."""
-        if number:
-            return load_file(self.file(number))
-        return {f"{WEIGHTS}{name}": tensor for name, tensor in load_file(self.file(0)).items()}
+        """Load a base; raises FileNotFoundError for one that was forgotten. Base 0 has no optimizer state.
+
+        A damaged one is removed, so that everybody goes on from the base before it, and raises FileNotFoundError too.
+        """
+        if not number:
+            verify_checksums(self._checkpoint)
+            return {f"{WEIGHTS}{name}": tensor for name, tensor in load_file(self.file(0)).items()}
+        if not self._is_whole(self.file(number)):
+            self._verdict_file(number).unlink(missing_ok=True)
+            raise FileNotFoundError(f"{self.file(number)} was damaged")
+        return load_file(self.file(number))
 
     def file(self, number: int) -> Path:
         """File of a base, for `drafter_weights`."""
@@ -77,10 +98,14 @@ class Rounds:
         return sum(tokens for _, tokens in self._states(self.round()))
 
     def close_round(self) -> int:
-        """Average the workers' states into the next base, remove them, and return the number of that base."""
+        """Average the workers' states into the next base, remove them, and return the number of that base; of this one
+        if no state is whole."""
         number = self.round()
         states = list(self._states(number))
         assert states, "a round without training has nothing to close"
+        states = [(file, tokens) for file, tokens in states if self._is_whole(file)]
+        if not states:
+            return number
         if len(states) == 1:
             move_file(states[0][0], self.file(number + 1))  # it is whole already
         else:
@@ -108,53 +133,104 @@ class Rounds:
         return number
 
     def put_verdict(self, number: int, verdict: Verdict) -> None:
-        _write_json(self._directory / f"verdict-{number:08d}.json", asdict(verdict))
+        _write_json(self._verdict_file(number), asdict(verdict))
 
     def verdict(self, number: int) -> Verdict | None:
-        tree = _read_json(self._directory / f"verdict-{number:08d}.json")
+        tree = self._read_json(self._verdict_file(number))
         return None if tree is None else Verdict(**tree)
 
     def publish(self, number: int) -> None:
         """Record which base is in the engines: a verdict compares with it."""
+        self._published = number
         _write_json(self._directory / "published.json", {"round": number})
 
     def published(self) -> int:
-        return (_read_json(self._directory / "published.json") or {"round": 0})["round"]
+        """Number of the base in the engines; ChecksumError if the record of it is damaged, which has no substitute."""
+        if self._published is not None:  # this is the process that publishes
+            return self._published
+        file = self._directory / "published.json"
+        if not file.is_file():
+            return 0
+        verify_seal(file)
+        return json.loads(file.read_text(encoding="utf-8"))["round"]
 
     def put_progress(self, worker: str, progress: Progress) -> None:
         _write_json(self._directory / f"progress-{worker}.json", asdict(progress))
 
     def progress(self, worker: str) -> Progress:
-        tree = _read_json(self._directory / f"progress-{worker}.json")
-        return Progress() if tree is None else Progress(**tree)
+        tree = self._read_json(self._directory / f"progress-{worker}.json")
+        if tree is not None:
+            self._progress[worker] = Progress(**tree)
+        return self._progress.get(worker, Progress())
 
     def _states(self, number: int) -> Iterator[tuple[Path, int]]:
         for file in sorted(self._directory.glob(f"state-{number:08d}-*.safetensors")):
-            with safe_open(file, "pt") as tensors:
-                yield file, int(tensors.metadata()["fresh_tokens"])
+            tokens = _fresh_tokens(file)
+            if tokens is None:
+                self._is_whole(file)
+            else:
+                yield file, tokens
+
+    def _verdict_file(self, number: int) -> Path:
+        return self._directory / f"verdict-{number:08d}.json"
+
+    def _is_whole(self, file: Path) -> bool:
+        """Whether a file is as it was written; one that is not is counted and removed."""
+        try:
+            verify_seal(file)
+        except ChecksumError:
+            self.num_broken += 1
+            file.unlink(missing_ok=True)
+            return False
+        return True
+
+    def _read_json(self, file: Path) -> dict[str, Any] | None:
+        """Read a file if it is there and whole."""
+        try:
+            tree = json.loads(file.read_text(encoding="utf-8")) if self._is_whole(file) else None
+        except FileNotFoundError:
+            return None
+        return None if tree is None else {key: value for key, value in tree.items() if key != "seal"}
 
 
 def drafter_weights(file: Path) -> dict[str, torch.Tensor]:
     """Load the drafter's tensors from a base or a checkpoint, under the names of the checkpoint."""
+    verify_weights(file)
     with safe_open(file, "pt") as tensors:
         names = list(tensors.keys())
         own = [name for name in names if name.startswith(WEIGHTS)] or names
         return {name.removeprefix(WEIGHTS): tensors.get_tensor(name) for name in own}
 
 
+def verify_weights(file: Path) -> None:
+    """Compare a base or a checkpoint's file with its checksum."""
+    if file.name.startswith("base-"):
+        verify_seal(file)
+    else:
+        verify_checksums(file.parent)
+
+
 def _round(file: Path) -> int:
     return int(file.name.split("-")[1].split(".")[0])
 
 
+def _fresh_tokens(file: Path) -> int | None:
+    """Read how many tokens a state stands for; None if its header cannot be read."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            return int(tensors.metadata()["fresh_tokens"])
+    except (SafetensorError, LookupError, TypeError, ValueError):
+        return None
+
+
 def _write_tensors(file: Path, tensors: State, metadata: dict[str, str]) -> None:
     with atomic_file(file, private=True) as partial:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, partial, metadata={"seal": SEAL, **metadata})
+        seal(partial)
 
 
 def _write_json(file: Path, tree: dict[str, Any]) -> None:
     with atomic_file(file, private=True) as partial:
-        partial.write_text(json.dumps(tree), encoding="utf-8")
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        partial.write_text(json.dumps({"seal": SEAL, **tree}), encoding="utf-8")
+        seal(partial)

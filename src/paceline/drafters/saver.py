@@ -4,8 +4,8 @@
              │          └── a newer one replaces one that is not yet begun
              └── all that training waits for
 
-A file is whole or not there, and it holds the checksum of its own tensors: safetensors has none, and a flipped byte
-would load silently. Frozen tensors belong to the policy or to the drafter's directory, so that directory and this file
+A file is whole or not there, and it carries its own checksum: safetensors has none, and a flipped byte would load
+silently. Frozen tensors belong to the policy or to the drafter's directory, so that directory and this file
 make the whole drafter again. A write that fails (a full disk) is counted and training goes on.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from paceline.drafters.trainer import trained
-from paceline.files import atomic_file, remove_partials, sha256_of
+from paceline.files import SEAL, ChecksumError, atomic_file, remove_partials, seal, verify_seal
 
 if TYPE_CHECKING:
     from paceline.drafters.checkpoint import Drafter
@@ -132,13 +132,15 @@ def write(file: Path, weights: Weights, *, step: int) -> None:
     """Write tensors with their checksum in one move."""
     file.parent.mkdir(parents=True, exist_ok=True)
     remove_partials(file.parent, file.name)  # left by a crash; a file has one writer
-    with atomic_file(file) as partial:
-        save_file(dict(weights), partial, metadata={"format": "pt", "step": str(step), "sha256": _checksum(weights)})
+    with atomic_file(file, durable=True) as partial:
+        save_file(dict(weights), partial, metadata={"seal": SEAL, "format": "pt", "step": str(step)})
+        seal(partial)
 
 
 def restore(drafter: Drafter, file: Path) -> int:
     """Load the tensors of `file` into the drafter of the original directory (`checkpoint.load`); returns their step."""
     try:
+        verify_seal(file)
         with safe_open(file, "pt") as tensors:
             facts = tensors.metadata() or {}
             weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
@@ -146,10 +148,8 @@ def restore(drafter: Drafter, file: Path) -> int:
         raise ValueError(
             f"checkpoint: {file} cannot be read ({error}); must be a file that a `Saver` has written"
         ) from None
-    if facts.get("sha256") != _checksum(weights):
-        raise ValueError(
-            f"checkpoint: {file} differs from its checksum; must be whole because damage loads silently: copy it again"
-        )
+    except ChecksumError as error:
+        raise ValueError(f"checkpoint: {error}; must be whole because damage loads silently: copy it again") from None
     own = trained(drafter)
     shapes = {name: weight.shape for name, weight in own.items()}
     found = {name: weight.shape for name, weight in weights.items()}
@@ -163,14 +163,3 @@ def restore(drafter: Drafter, file: Path) -> int:
         for name, weight in own.items():
             weight.copy_(weights[name])
     return int(facts["step"])
-
-
-def _checksum(weights: Weights) -> str:
-    """Checksum of names, types, shapes and bytes: none of them can change unnoticed."""
-
-    def parts() -> Iterator[bytes | memoryview]:
-        for name, tensor in sorted(weights.items()):
-            yield f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode()
-            yield tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
-
-    return sha256_of(parts())

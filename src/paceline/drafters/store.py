@@ -16,6 +16,7 @@ from paceline.drafters.provenance import Provenance, write_evaluation, write_pro
 from paceline.drafters.rounds import Rounds, drafter_weights
 from paceline.drafters.saver import Saver
 from paceline.drafters.worker import documents_in, rounds_in
+from paceline.files import ChecksumError
 
 
 class FileStore:
@@ -52,7 +53,10 @@ class FileStore:
         self.rounds.publish(number)
 
     def revert(self) -> int:
-        number = self.rounds.revert(self.published())
+        try:
+            number = self.rounds.revert(self.published())
+        except FileNotFoundError:  # damaged, and counted
+            number = self.rounds.revert(0)
         self.publish(number)
         return number
 
@@ -69,14 +73,20 @@ class FileStore:
         self._saver = Saver(file)
 
     def keep(self, number: int) -> None:
-        if self._saver is not None:
+        if self._saver is None:
+            return
+        try:
             self._saver.save(drafter_weights(self.rounds.file(number)), step=number)
+        except ChecksumError:  # the next one that is published is kept
+            self.rounds.num_broken += 1
 
     def metrics(self) -> Mapping[str, float]:
         progress = [self.rounds.progress(name) for name in self._workers]
         return {
             "draft/skipped_steps": float(sum(worker.num_skipped for worker in progress)),
-            "draft/broken_buffer_files": float(sum(worker.num_broken_files for worker in progress)),
+            "draft/broken_buffer_files": float(
+                self.rounds.num_broken + sum(worker.num_broken_files for worker in progress)
+            ),
             **({} if self._saver is None else self._saver.counts().metrics()),
         }
 

@@ -146,12 +146,13 @@ class TrainingWorker:
 
     def work(self) -> bool:
         """Train one slice or evaluate one base; False if there is nothing to do yet."""
-        if not self._follow_policy():
-            return False
-        self._follow_round()
         began_s = _running_s()
-        worked = self._judge() or self._train()
-        num_broken_files = self._before.num_broken_files + self._buffer.num_broken
+        worked = False
+        if self._follow_policy():
+            self._follow_round()
+            began_s = _running_s()
+            worked = self._judge() or self._train()
+        num_broken_files = self._before.num_broken_files + self._buffer.num_broken + self._rounds.num_broken
         if worked or num_broken_files > self._progress.num_broken_files:
             spent_s = _running_s() - began_s
             self._progress = replace(

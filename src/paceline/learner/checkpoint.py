@@ -70,7 +70,7 @@ def full_weight(module: nn.Module) -> torch.Tensor:
 def write_checkpoint(target: Path, source: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Write these weights with all other files (tokenizer, generation config) of the checkpoint that the policy came
     from."""
-    with atomic_directory(target) as partial:
+    with atomic_directory(target, durable=True) as partial:
         for file in source.iterdir():
             if file.is_file() and not file.name.startswith(".") and ".safetensors" not in file.suffixes:
                 shutil.copyfile(file, partial / file.name)

@@ -20,7 +20,6 @@ from paceline.config import Config, EagleDrafter, LearnedDrafter, MeasuredSelect
 from paceline.console import ConsoleSink
 from paceline.context import Context
 from paceline.drafters.provenance import Provenance
-from paceline.files import verify_checksums
 from paceline.measure import environment
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
@@ -36,7 +35,6 @@ def run(config: Config, context: Context) -> Path:
     """Train as the config says; returns the run directory. Ctrl-C and SIGTERM end every process before this returns."""
     check_groups(config)
     model_path = resolve_policy(config.policy.model, context)
-    verify_checksums(model_path)
     config = with_drafter(config, context)
     check_costs(config, model_path)
     tokenizer = load_tokenizer(model_path)

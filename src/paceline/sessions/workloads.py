@@ -16,6 +16,7 @@ from typing import Protocol
 
 from paceline.config import ArenaData, Config
 from paceline.context import Context
+from paceline.files import verify_checksums
 from paceline.orchestrator.task import Task, load_task
 from paceline.types import Prompt, Tokenizer
 
@@ -78,7 +79,8 @@ def find(prefix: str, *, key: str, got: str) -> Workload:
 
 
 def resolve_policy(model: str, context: Context) -> Path:
-    """Return the checkpoint directory of `prefix:NAME`, built if it is missing, or of a path."""
+    """Return the checkpoint directory of `prefix:NAME`, built if it is missing, or of a path; its checksums, if it has
+    any, are verified."""
     workload = split(model)
     if workload is not None:
         prefix, name = workload
@@ -90,6 +92,7 @@ def resolve_policy(model: str, context: Context) -> Path:
                 f"policy.model: got {model!r}, which has no {name}; must be "
                 + " or one of ".join(("a Hugging Face checkpoint directory", *_known_policies()))
             )
+    verify_checksums(path)
     return path
 
 
