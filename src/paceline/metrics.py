@@ -4,6 +4,10 @@ A worker sends counts (`Mean(total, count)`), the reader makes the rate: a mean 
 such as `rollout/accepted_length`. `metrics.jsonl` is always written, one JSON object a line, and everything else
 (console, report, W&B) is made from the same records. A sink that fails costs nothing but a count in
 `metrics/sink_errors`, and a full disk nothing but records, counted in `metrics/records_lost`.
+
+Metrics of a step have a fixed size, and those of every step are kept. Details (`DETAILS`) have the size of the batch or
+of the fleet, and would be gigabytes after some thousand steps: together they get `DETAIL_BYTES`, and whenever they have
+filled them, details of steps in between are dropped until they take half.
 """
 
 from __future__ import annotations
@@ -11,13 +15,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from paceline.files import read_jsonl
+from paceline.files import atomic_file, read_jsonl
+
+DETAILS = ("rollouts", "draft_length", "mismatch", "places", "texts")
+"""Kinds of records that are not kept for every step of a long run."""
+DETAIL_BYTES = 64 * 2**20
+_BLOCK_STEPS = 8
+"""Successive steps that are kept or dropped together: with a lag, one step does not tell what engines did."""
+_DETAIL_LINE = re.compile(rb'\{"kind": "(?:%s)", "step": (\d+),' % "|".join(DETAILS).encode())
 
 
 class Metric(Protocol):
@@ -102,31 +115,83 @@ class Sink(Protocol):
 class JsonlSink:
     """metrics.jsonl: the one record of a run. Flushed at every line, so a crash loses nothing that was written."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, detail_bytes: int = DETAIL_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_cut_line(path)
-        self._file = path.open("ab", buffering=0)  # a buffer would hold on to what a full disk has not taken
+        self._path = path
+        self._detail_bytes = self._thin_at = detail_bytes
+        self._num_bytes = sum(_detail_sizes(path).values()) if path.is_file() else 0
+        self._file = self._open()
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
         """Append one line, or nothing: half a line is taken back before the error is raised."""
         assert "kind" not in record, "the kind of a record is not one of its fields"
         line = memoryview((json.dumps({"kind": kind, **record}, allow_nan=True) + "\n").encode())
-        length = os.fstat(self._file.fileno()).st_size
+        num_bytes, length = len(line), os.fstat(self._file.fileno()).st_size
         try:
             while line:
                 line = line[self._file.write(line) :]
         except OSError:
             self._file.truncate(length)
             raise
+        if kind in DETAILS:
+            self._num_bytes += num_bytes
+            if self._num_bytes > self._thin_at:
+                self._thin_at = self._num_bytes + self._detail_bytes // 2  # if this fails, not at every line again
+                self._thin()
 
     def close(self) -> None:
         self._file.close()
 
+    def _open(self) -> FileIO:
+        return self._path.open("ab", buffering=0)  # a buffer would hold on to what a full disk has not taken
+
+    def _thin(self) -> None:
+        """Drop details of steps in between; those of the first and of the newest step stay."""
+        sizes = _detail_sizes(self._path)
+        newest, stride = max(sizes), 1
+        while (left := _left(sizes, stride, newest)).total() > self._detail_bytes // 2 and stride <= newest:
+            stride *= 2
+        with atomic_file(self._path) as partial, self._path.open("rb") as old, partial.open("wb") as new:
+            new.writelines(line for line in old if not (found := _DETAIL_LINE.match(line)) or int(found[1]) in left)
+        self._file.close()
+        self._file = self._open()
+        self._num_bytes = left.total()
+        self._thin_at = max(self._detail_bytes, self._num_bytes + self._detail_bytes // 2)
+
+
+def _detail_sizes(path: Path) -> Counter[int]:
+    """Bytes of the details of each step."""
+    sizes: Counter[int] = Counter()
+    with path.open("rb") as file:
+        for line in file:
+            if found := _DETAIL_LINE.match(line):
+                sizes[int(found[1])] += len(line)
+    return sizes
+
+
+def _left(sizes: Counter[int], stride: int, newest: int) -> Counter[int]:
+    """What is left of the details when one of `stride` blocks of steps is kept."""
+    return Counter(
+        {step: size for step, size in sizes.items() if step == newest or (step - 1) // _BLOCK_STEPS % stride == 0}
+    )
+
 
 def _drop_cut_line(path: Path) -> None:
     """Cut a file back to its last whole line, so that what is appended does not melt into what a crash left."""
-    if path.is_file() and not (content := path.read_bytes()).endswith(b"\n"):
-        path.write_bytes(content[: content.rfind(b"\n") + 1])
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, 2)
+        while end:
+            begin = max(0, end - 2**16)
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(begin + newline + 1)
+                return
+            end = begin
+        file.truncate(0)
 
 
 class Recorder:
@@ -174,15 +239,22 @@ class Recorder:
             self.counts["metrics/records_lost"] += 1
 
 
-def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Records of a metrics.jsonl by kind. A last line cut off by a crash is left out."""
-    records: dict[str, list[dict[str, Any]]] = defaultdict(list)
+def stream_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield kind and content of the records of a metrics.jsonl, one at a time. A last line cut off by a crash is left
+    out."""
     for number, record in read_jsonl(path, strict=True):
         try:
-            records[record.pop("kind")].append(record)
+            yield record.pop("kind"), record
         except (LookupError, AttributeError, TypeError):  # no kind, not an object
             raise ValueError(
                 f"{path}, line {number}: got {str(record)[:60]!r}; must be one record of a run; delete the line to "
                 "read the others"
             ) from None
+
+
+def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """All records of a metrics.jsonl by kind; for a short run, since all are held in memory."""
+    records: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for kind, record in stream_metrics(path):
+        records[kind].append(record)
     return dict(records)

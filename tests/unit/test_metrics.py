@@ -6,6 +6,7 @@ import json
 import math
 import resource
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,60 @@ def test_line_separators_inside_a_text_do_not_break_a_line(tmp_path: Path):
     sink.write("event", {"why": "a\nb\u2028c\x85d"})
     sink.close()
     assert read_metrics(tmp_path / "metrics.jsonl")["event"][0]["why"] == "a\nb\u2028c\x85d"
+
+
+def write_steps(path: Path, steps: range, *, detail_bytes: int, num_rollouts: int = 50) -> int:
+    """Write steps with details of about 250 bytes and 50 bytes of metrics; returns the largest size of all details."""
+    sink = JsonlSink(path, detail_bytes=detail_bytes)
+    most = 0
+    for step in steps:
+        sink.write("rollouts", {"step": step, "length": [100] * num_rollouts})
+        sink.write("mismatch", {"step": step, "worst": []})
+        sink.write("step", {"step": step, "metrics": {"reward/mean": 0.5}})
+        lines = path.read_bytes().splitlines(keepends=True)
+        most = max(most, sum(len(line) for line in lines if b'"kind": "step"' not in line))
+    sink.close()
+    return most
+
+
+def test_details_of_a_long_run_are_bounded_and_metrics_of_every_step_stay(tmp_path: Path):
+    """At 8,192 rollouts a step, metrics.jsonl would be 3.3 GB after 10,000 steps."""
+    path = tmp_path / "metrics.jsonl"
+    assert write_steps(path, range(1, 301), detail_bytes=40_000) <= 40_000
+    assert write_steps(path, range(301, 401), detail_bytes=40_000) <= 40_000, "a run that goes on counts what is there"
+    records = read_metrics(path)
+    assert [record["step"] for record in records["step"]] == list(range(1, 401))
+    kept = [record["step"] for record in records["rollouts"]]
+    assert kept[:8] == list(range(1, 9)), "with a lag one step alone does not tell what engines did"
+    assert kept[-1] == 400, "whoever looks for the cause of a stop looks at the newest"
+    assert max(b - a for a, b in pairwise(kept)) <= 400 // 4, "spread over the whole run"
+    assert [record["step"] for record in records["mismatch"]] == kept
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_a_detail_larger_than_its_room_is_written_and_does_not_rewrite_the_file_at_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    thin, times = JsonlSink._thin, []
+    monkeypatch.setattr(JsonlSink, "_thin", lambda self: (times.append(1), thin(self)))
+    write_steps(tmp_path / "metrics.jsonl", range(1, 101), detail_bytes=2000, num_rollouts=100)
+    assert len(times) < 60
+    assert len(read_metrics(tmp_path / "metrics.jsonl")["step"]) == 100
+
+
+def test_a_cut_line_is_dropped_from_the_end_of_a_file_of_any_size(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    whole = b'{"kind": "step", "step": 1}\n'
+    for content, left in (
+        (b"", b""),
+        (b"x" * 200_000, b""),
+        (whole, whole),
+        (whole + b"x" * 200_000, whole),
+        (whole * 9000 + b"x", whole * 9000),
+    ):
+        path.write_bytes(content)
+        JsonlSink(path).close()
+        assert path.read_bytes() == left
 
 
 # Recorder.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tracemalloc
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -520,3 +521,35 @@ def test_failures_are_in_a_table_and_their_absence_too(tmp_path: Path) -> None:
     assert set(rows) == set(metrics)
     assert rows["selector/failures"].startswith("4: ")  # of each step
     assert rows["metrics/sink_errors"].startswith("7: ")  # since the start
+
+
+def test_a_long_run_is_not_held_in_memory_as_python_objects(tmp_path: Path):
+    """A report of a large run would otherwise need ten times the size of its file."""
+    run = FakeRun(tmp_path, steps=20, num_rollouts=4096, eval_every=0).write()
+    size = (run / "metrics.jsonl").stat().st_size
+    tracemalloc.start()
+    try:
+        summary(run)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * size
+
+
+def test_engines_are_not_called_idle_in_steps_whose_neighbours_are_not_recorded(tmp_path: Path):
+    """With a lag an engine works on the next step already, and details of that may have been dropped."""
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write("run", {"config": {"run": {"lag": 1}}})
+    for step in range(1, 33):
+        if (step - 1) // 8 % 2 == 0:  # engine-0 does its part of a step while engine-1 is busy with the one before
+            columns = {"engine": [0, 1], "start_s": [step, step + 1], "end_s": [step + 1, step + 2]}
+            sink.write(
+                "rollouts",
+                {"step": step, "engines": ["engine-0", "engine-1"], **columns, "length": [5, 5], "reward": [0, 1]},
+            )
+        sink.write("step", {"step": step, "time_s": step + 2.0, "metrics": {"time/step": 1.0}})
+    sink.close()
+    run = read_run(tmp_path)
+    assert [batch.step for batch in run.whole_phases()] == [*range(1, 8), *range(18, 24)]
+    idle_share = summary(run).idle_share
+    assert idle_share is not None and idle_share < 0.04, "only engine-1 before its first rollout"

@@ -232,8 +232,8 @@ class OnlineDrafterTraining:
         """Metrics of the step since the last call; writes the step's use of slots."""
         account, last = self._account(), self._last
         step = {name: float(getattr(account, name) - getattr(last, name)) for name in _ACCOUNTED}
-        recalls = account.recall_s[len(last.recall_s) :]
-        self._last = replace(account, recall_s=list(account.recall_s))
+        recalls, account.recall_s = account.recall_s, []
+        self._last = replace(account, recall_s=[])
         self._journal.places(self._slots.take_spans())
         return {
             **self._drift.decide().metrics(),

@@ -21,6 +21,9 @@ from paceline.orchestrator.ledger import Ledger
 from paceline.orchestrator.members import Members
 from paceline.types import Engine, EngineLostError, Group, PacelineError, Prompt, Rollout, RolloutRequest
 
+_MOST_LENGTHS = 2**16
+"""Prompts whose lengths are remembered; a larger dataset comes around too rarely for more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -187,6 +190,9 @@ class Fleet:
     def _note_load(self, name: str) -> None:
         self._ties += 1  # equal loads take turns
         heapq.heappush(self._loads, (self.ledger.load(name), self._ties, name))
+        if len(self._loads) > 8 * len(self._mailboxes) + 64:  # most are of the past; one for each engine is enough
+            self._loads = [(self.ledger.load(name), tie, name) for tie, name in enumerate(self._mailboxes)]
+            heapq.heapify(self._loads)
 
     async def _guard(self, work: Coroutine[None, None, None]) -> None:
         """An error that nobody foresaw must reach those who wait for a batch, not die with its task."""
@@ -244,7 +250,10 @@ class Fleet:
 
     def _learn_length(self, group: Group) -> None:
         length = sum(len(r.token_ids) for r in group.rollouts) / len(group.rollouts)
+        self._mean_length.pop(group.prompt.id, None)
         self._mean_length[group.prompt.id] = length
+        if len(self._mean_length) > _MOST_LENGTHS:
+            del self._mean_length[next(iter(self._mean_length))]  # that of the prompt not seen for longest
         self._typical_length += 0.05 * (length - self._typical_length)  # what a prompt never seen before is taken for
 
     def _fail(self, failure: BaseException) -> None:

@@ -162,7 +162,7 @@ class Account:
     num_kills: int = 0
     num_crashes: int = 0
     recall_s: list[float] = field(default_factory=list)
-    """Times from rollouts for an engine that was not awake until it was."""
+    """Times from rollouts for an engine that was not awake until it was; whoever reports them takes them out."""
 
 
 Order = tuple[str, Action]

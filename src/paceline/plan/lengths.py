@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from paceline.metrics import read_metrics
+from paceline.metrics import stream_metrics
 from paceline.types import RolloutRequest
 
 SIGMA = 1.0
@@ -101,9 +101,10 @@ def read_lengths(text: str) -> Lengths:
 
 def _read_file(path: Path) -> npt.NDArray[np.float64]:
     if path.suffix == ".jsonl":
-        return np.array(
-            [length for record in read_metrics(path).get("rollouts", ()) for length in record["length"]], np.float64
-        )
+        batches = [
+            np.array(record["length"], np.float64) for kind, record in stream_metrics(path) if kind == "rollouts"
+        ]
+        return np.concatenate(batches) if batches else np.empty(0)
     content = path.read_text(encoding="utf-8")
     try:
         if path.suffix == ".json":

@@ -46,9 +46,7 @@ _FEW = 5
 
 
 def trained(run: RecordedRun) -> bool:
-    return any("draft/decision" in metrics for metrics in run.metrics) or any(
-        event["what"] in _OUTCOMES for event in run.events
-    )
+    return "draft/decision" in run.metrics or any(event["what"] in _OUTCOMES for event in run.events)
 
 
 def drafter_panels(run: RecordedRun, *, step: int | None = None, against: RecordedRun | None = None) -> list[Panel]:
@@ -250,18 +248,20 @@ class DrafterUpdate:
 
 def updates_of(run: RecordedRun) -> list[DrafterUpdate]:
     """Every candidate with what the last decision to train, of its own step or before, expected of it."""
-    decided = [(s, m) for s, m in zip(run.steps, run.metrics, strict=True) if m.get("draft/decision") == 1]
+    steps = np.array(run.steps)
+    decided = run.series("draft/decision") == 1
+    expected_gain_s, expected_cost_s = (run.series(f"draft/expected_{what}_s") for what in ("gain", "cost"))
     updates: list[DrafterUpdate] = []
     for event in run.events:
         if event["what"] not in ("drafter_published", "drafter_refused"):
             continue
-        decision = next((metrics for step, metrics in reversed(decided) if step <= event["step"]), {})
+        rows = np.flatnonzero(decided & (steps <= event["step"]))
         updates.append(
             DrafterUpdate(
                 step=event["step"],
                 published=event["what"] == "drafter_published",
-                expected_gain_s=decision.get("draft/expected_gain_s", np.nan),
-                expected_cost_s=decision.get("draft/expected_cost_s", np.nan),
+                expected_gain_s=float(expected_gain_s[rows[-1]]) if len(rows) else np.nan,
+                expected_cost_s=float(expected_cost_s[rows[-1]]) if len(rows) else np.nan,
                 gain_s=event.get("gain_s", np.nan),
                 training_s=event.get("training_s", np.nan),
                 publish_s=event.get("publish_s", np.nan),

@@ -33,6 +33,6 @@ NO_FAILURES = [("none", "")]
 def failure_rows(run: RecordedRun) -> list[tuple[str, str]]:
     """Those above 0; NO_FAILURES otherwise."""
     totals = {key: float(np.nansum(run.series(key))) for key in PER_STEP}
-    totals |= {key: max((metrics.get(key, 0.0) for metrics in run.metrics), default=0.0) for key in SINCE_START}
+    totals |= {key: float(np.nan_to_num(run.series(key)).max()) for key in SINCE_START}
     meaning = PER_STEP | SINCE_START
     return [(key, f"{total:,.0f}: {meaning[key]}") for key, total in totals.items() if total > 0] or NO_FAILURES

@@ -200,7 +200,7 @@ _TENSORS = (("k", "keys", BLUE), ("v", "values", ORANGE), ("q", "queries", GREEN
 def _by_layer(run: RecordedRun, what: str) -> dict[str, list[tuple[str, Floats]]]:
     """Series over the steps by tensor (q, k, v, or "" for keys and values together), in the order of the layers."""
     pattern = re.compile(rf"kv/{what}_?([qkv]?)/(.+)")
-    keys = sorted({key for metrics in run.metrics for key in metrics if pattern.fullmatch(key)}, key=_natural)
+    keys = sorted((key for key in run.metrics if pattern.fullmatch(key)), key=_natural)
     found: dict[str, list[tuple[str, Floats]]] = {}
     for key in keys:
         match = pattern.fullmatch(key)

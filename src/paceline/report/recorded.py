@@ -1,16 +1,23 @@
-"""A run's metrics.jsonl as records: its steps, rollouts, device use and draft lengths."""
+"""A run's metrics.jsonl as records: its steps, rollouts, device use and draft lengths.
+
+The file is read line by line, and of each only what a page needs is kept, in columns of numbers. Details are kept for
+some of the steps of a long run (metrics.py), so what is held here is bounded too: 8 bytes for each metric of a step,
+and about the size of the details in the file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.metrics import read_metrics
+from paceline.metrics import stream_metrics
 
 Floats = npt.NDArray[np.float64]
 Interval = tuple[float, float]
@@ -87,22 +94,23 @@ class RecordedRun:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     steps: tuple[int, ...]
-    metrics: tuple[Mapping[str, float], ...]
-    """Metrics of each step in `steps`."""
+    metrics: Mapping[str, Floats]
+    """Metrics over `steps`; NaN where a step does not have one."""
     rollouts: tuple[StepRollouts, ...]
+    """Those of every step of a short run, and of some steps of a long one."""
     evals: tuple[tuple[int, float], ...]
     """Step and held-out accuracy."""
     eval_intervals: tuple[Interval, ...]
     """When engines sampled for an evaluation, whose rollouts are not recorded."""
     texts: tuple[Mapping[str, Any], ...]
-    """One for each evaluation whose answers were recorded: its step, and `texts` with their prompts and rewards."""
+    """Answers of the first and the last evaluation that recorded some: its step, and `texts` with prompts and rewards."""
     events: tuple[Mapping[str, Any], ...]
     places: tuple[StepSlots, ...]
     """What engines' devices were used for, in runs that train their drafter."""
     drafts: tuple[StepDrafts, ...]
     """Draft lengths over time, in runs that speculate."""
     mismatches: tuple[Mapping[str, Any], ...]
-    """One for each step that compared engines and learner: `counts` of log-ratios, k3 of `engines`, `worst` tokens."""
+    """One for each step that compared engines and learner and is kept: `counts` of log-ratios, k3 of `engines`."""
     duration_s: float
 
     @property
@@ -111,7 +119,17 @@ class RecordedRun:
 
     def series(self, key: str) -> Floats:
         """One metric over the steps; NaN where a step does not have it."""
-        return np.array([metrics.get(key, np.nan) for metrics in self.metrics], dtype=np.float64)
+        found = self.metrics.get(key)
+        return np.full(len(self.steps), np.nan) if found is None else found.copy()
+
+    def whole_phases(self) -> tuple[StepRollouts, ...]:
+        """Steps of which it is known what every engine did: with a lag, rollouts of the steps around were in flight as
+        well, and must be recorded too."""
+        lag = self.config.get("run", {}).get("lag", 0)
+        missing = set(self.steps) - {batch.step for batch in self.rollouts}
+        return tuple(
+            batch for batch in self.rollouts if missing.isdisjoint(range(batch.step - lag, batch.step + lag + 1))
+        )
 
     def first_and_last(self) -> tuple[tuple[StepRollouts, ...], tuple[StepRollouts, ...]]:
         """The first and the last few steps, to be compared; they do not overlap, so a run of one step has no last
@@ -128,34 +146,99 @@ def read_run(run_dir: Path) -> RecordedRun:
             f"run: got {run_dir}, which has no metrics.jsonl; must be a run's directory, such as runs/NAME of "
             "`paceline train`"
         )
-    records = read_metrics(path)
-    steps = {record["step"]: record for record in records.get("step", [])}
-    if not steps:
+    found = _Reader()
+    for kind, record in stream_metrics(path):
+        found.add(kind, record)
+    if not found.rows:
         raise ValueError(
             f"run: {path} holds no finished step yet; wait for the first one, or look at the run's output for why it "
             "stopped"
         )
-    head = records.get("run", [{}])[0]
-    batches = {record["step"]: record for record in records.get("rollouts", []) if record["length"]}
-    places = {record["step"]: _places(record) for record in records.get("places", [])}
-    everything = [record["time_s"] for kind in ("stage", "step", "eval", "event") for record in records.get(kind, [])]
+    steps = sorted(found.rows)
+    order = [found.rows[step] for step in steps]
     return RecordedRun(
         name=run_dir.resolve().name,
-        started=str(head.get("started", "")),
-        config=head.get("config", {}),
-        environment=head.get("environment", {}),
-        steps=tuple(sorted(steps)),
-        metrics=tuple(steps[step]["metrics"] for step in sorted(steps)),
-        rollouts=tuple(_columns(batches[step]) for step in sorted(batches)),
-        evals=tuple((record["step"], record["metrics"]["eval/accuracy"]) for record in records.get("eval", [])),
-        eval_intervals=_eval_intervals(records.get("stage", []), records.get("eval", [])),
-        texts=tuple(records.get("texts", [])),
-        events=tuple(records.get("event", [])),
-        places=tuple(places[step] for step in sorted(places) if places[step].spans),
-        mismatches=tuple({record["step"]: record for record in records.get("mismatch", [])}.values()),
-        drafts=tuple(_drafts(record) for record in records.get("draft_length", [])),
-        duration_s=max(everything),
+        started=str(found.head.get("started", "")),
+        config=found.head.get("config", {}),
+        environment=found.head.get("environment", {}),
+        steps=tuple(steps),
+        metrics={key: np.frombuffer(column)[order] for key, column in found.columns().items()},
+        rollouts=tuple(found.rollouts[step] for step in sorted(found.rollouts)),
+        evals=tuple(found.evals),
+        eval_intervals=tuple(zip(found.eval_begins, found.eval_ends, strict=False)),  # the last may have no end
+        texts=tuple(found.texts),
+        events=tuple(found.events),
+        places=tuple(found.places[step] for step in sorted(found.places)),
+        mismatches=tuple(found.mismatches.values()),
+        drafts=tuple(found.drafts),
+        duration_s=found.duration_s,
     )
+
+
+@dataclass(slots=True)
+class _Reader:
+    """What has been read so far. A step that is recorded twice counts as it was recorded last."""
+
+    head: Mapping[str, Any] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+    """Row of each step in the columns."""
+    rollouts: dict[int, StepRollouts] = field(default_factory=dict)
+    places: dict[int, StepSlots] = field(default_factory=dict)
+    mismatches: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    drafts: list[StepDrafts] = field(default_factory=list)
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+    texts: list[Mapping[str, Any]] = field(default_factory=list)
+    evals: list[tuple[int, float]] = field(default_factory=list)
+    eval_begins: list[float] = field(default_factory=list)
+    eval_ends: list[float] = field(default_factory=list)
+    duration_s: float = 0.0
+    _columns: dict[str, array[float]] = field(default_factory=dict)
+    _num_rows: int = 0
+
+    def add(self, kind: str, record: dict[str, Any]) -> None:
+        if kind in ("stage", "step", "eval", "event"):
+            self.duration_s = max(self.duration_s, record["time_s"])
+        match kind:
+            case "run":
+                self.head = self.head or record
+            case "stage" if record["stage"] == "eval":
+                self.eval_begins.append(record["time_s"])
+            case "step":
+                self._add_step(record["step"], record["metrics"])
+            case "rollouts" if record["length"]:
+                self.rollouts[record["step"]] = _columns(record)
+            case "eval":
+                self.evals.append((record["step"], record["metrics"]["eval/accuracy"]))
+                self.eval_ends.append(record["time_s"])
+            case "event":
+                self.events.append(record)
+            case "texts":
+                self.texts = [*self.texts[:1], record]
+            case "places":
+                if (places := _places(record)).spans:
+                    self.places[record["step"]] = places
+            case "mismatch":
+                engines = {sys.intern(name): k3 for name, k3 in record["engines"].items()}
+                counts = np.array(record["counts"], dtype=np.int64)
+                self.mismatches[record["step"]] = {"step": record["step"], "counts": counts, "engines": engines}
+            case "draft_length":
+                self.drafts.append(_drafts(record))
+            case _:
+                pass
+
+    def columns(self) -> dict[str, array[float]]:
+        """Metrics by row, all of the same length."""
+        for column in self._columns.values():
+            column.extend([np.nan] * (self._num_rows - len(column)))
+        return self._columns
+
+    def _add_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows[step] = self._num_rows
+        for key, value in metrics.items():
+            column = self._columns.setdefault(key, array("d"))
+            column.extend([np.nan] * (self._num_rows - len(column)))
+            column.append(value)
+        self._num_rows += 1
 
 
 def _columns(record: Mapping[str, Any]) -> StepRollouts:
@@ -187,10 +270,3 @@ def _places(record: Mapping[str, Any]) -> StepSlots:
         if end > begin
     )
     return StepSlots(step=record["step"], spans=tuple(spans))
-
-
-def _eval_intervals(stages: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> tuple[Interval, ...]:
-    begins = [stage["time_s"] for stage in stages if stage["stage"] == "eval"]
-    return tuple(
-        (begin, record["time_s"]) for begin, record in zip(begins, evals, strict=False)
-    )  # the last may have no end

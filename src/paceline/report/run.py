@@ -101,14 +101,20 @@ def write_report(run_dir: Path, *, step: int | None = None, against: Path | None
 
 def _choose_step(run: RecordedRun, step: int | None) -> StepRollouts | None:
     if step is None:
-        by_duration = sorted(run.rollouts, key=lambda batch: batch.window[1] - batch.window[0])
+        shown = run.whole_phases() or run.rollouts
+        by_duration = sorted(shown, key=lambda batch: batch.window[1] - batch.window[0])
         return by_duration[len(by_duration) // 2] if by_duration else None
     found = {batch.step: batch for batch in run.rollouts}
     if step not in found:
-        raise ValueError(
-            f"step: got {step}; must be one of the recorded steps, {min(found, default=0)} to {max(found, default=0)}"
-        )
+        raise ValueError(f"step: got {step}; must be one of the recorded steps, {_ranges(sorted(found))}")
     return found[step]
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Name runs of successive steps: 1 to 8, 17 to 24."""
+    begins = [step for step in steps if step - 1 not in steps]
+    ends = [step for step in steps if step + 1 not in steps]
+    return ", ".join(f"{begin} to {end}" for begin, end in zip(begins, ends, strict=True)) or "none"
 
 
 # The pictures.

@@ -66,34 +66,54 @@ class Occupancy:
 
 
 def occupancy(
-    batches: Sequence[StepRollouts], *, within: Interval | None = None, evals: Sequence[Interval] = ()
+    batches: Sequence[StepRollouts],
+    *,
+    phases: Sequence[StepRollouts] | None = None,
+    within: Interval | None = None,
+    evals: Sequence[Interval] = (),
 ) -> Occupancy:
-    """Occupancy over the generation phases of these steps, or over the part of them that lies `within`.
+    """Occupancy over the generation phases of these steps, of those in `phases`, or over the part that lies `within`.
 
     Phases of neighbouring steps overlap in an asynchronous run; as sets they are counted once, and a rollout of the
     next step keeps an engine busy just as one of this step does.
     """
     available: dict[str, list[Interval]] = defaultdict(list)
-    busy: dict[str, list[Interval]] = defaultdict(list)
-    for batch in batches:
+    for batch in batches if phases is None else phases:
         for engine in batch.engines:
             available[engine].append(batch.window)
-        for index, start, end in zip(batch.engine.tolist(), batch.start_s.tolist(), batch.end_s.tolist(), strict=True):
-            busy[batch.engines[index]].append((start, end))
+    busy = _busy(batches)
     if within is not None:
         available = defaultdict(list, {engine: clip(phases, within) for engine, phases in available.items()})
     present = {engine: subtract(union(phases), evals) for engine, phases in available.items()}
-    idle = {engine: _gaps(phases, union(busy[engine])) for engine, phases in present.items()}
+    idle = {engine: _gaps(intervals, busy.get(engine, [])) for engine, intervals in present.items()}
     tail = union(interval for intervals in idle.values() for interval in intervals)
-    phases = union(interval for intervals in present.values() for interval in intervals)
+    anyone = union(interval for intervals in present.values() for interval in intervals)
     engine_s = sum(seconds(intervals) for intervals in present.values())
     idle_s = sum(seconds(intervals) for intervals in idle.values())
     return Occupancy(
         idle=idle,
         tail=tail,
         idle_share=idle_s / engine_s if engine_s else 0.0,
-        tail_share=seconds(tail) / seconds(phases) if phases else 0.0,
+        tail_share=seconds(tail) / seconds(anyone) if anyone else 0.0,
     )
+
+
+def _busy(batches: Sequence[StepRollouts]) -> dict[str, list[Interval]]:
+    """When each engine had rollouts: `union` for a long run's many."""
+    parts: dict[str, list[tuple[Floats, Floats]]] = defaultdict(list)
+    for batch in batches:
+        for index, engine in enumerate(batch.engines):
+            own = batch.engine == index
+            parts[engine].append((batch.start_s[own], batch.end_s[own]))
+    busy: dict[str, list[Interval]] = {}
+    for engine, columns in parts.items():
+        start_s, end_s = (np.concatenate(column) for column in zip(*columns, strict=True))
+        order = np.argsort(start_s, kind="stable")
+        start_s, end_s = start_s[order], np.maximum.accumulate(end_s[order])
+        first = np.append(True, start_s[1:] > end_s[:-1])[: len(start_s)]
+        last = np.append(first[1:], True)[: len(start_s)]
+        busy[engine] = [(a, b) for a, b in zip(start_s[first].tolist(), end_s[last].tolist(), strict=True) if b > a]
+    return busy
 
 
 def _gaps(phases: Sequence[Interval], busy: Sequence[Interval]) -> list[Interval]:
@@ -210,7 +230,8 @@ def summary(run: Path | RecordedRun) -> RunSummary:
     """The headline figures of a run's directory."""
     run = read_run(run) if isinstance(run, Path) else run
     first, last = run.first_and_last()
-    whole = occupancy(run.rollouts, evals=run.eval_intervals) if run.rollouts else None
+    phases = run.whole_phases()
+    whole = occupancy(run.rollouts, phases=phases, evals=run.eval_intervals) if phases else None
     step_s, generation_s, speed = (
         run.series("time/step"),
         run.series("time/generation"),
