@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -183,6 +185,7 @@ class Outcome:
     wire: DrafterWire
     seconds: float
     exchange: Rounds
+    training: OnlineDrafterTraining
 
 
 def simulate(
@@ -205,7 +208,7 @@ def simulate(
     (documents_in(directory) / "1.head").touch()
     exchange = Rounds(rounds_in(directory), tmp_path / "drafter")
     trainers = [SimulatedTrainer(f"engine-{i}", exchange, **trainer) for i in range(2)]
-    outcome: list[DrafterWire] = []
+    outcome: list[tuple[DrafterWire, OnlineDrafterTraining]] = []
 
     async def work() -> None:
         engines = [
@@ -213,7 +216,6 @@ def simulate(
             for t in trainers
         ]
         wire = DrafterWire(engines=engines, trainers=trainers, loses_drafters=loses_drafters, stale=stale)
-        outcome.append(wire)
         learner = AloneLearner(seconds_per_token=learner_s)
         object.__setattr__(learner, "trainers", [trainer for trainer in trainers if trainer.name not in apart])
         assert config.speculation is not None
@@ -221,6 +223,7 @@ def simulate(
         store = FileStore(directory, tmp_path / "drafter", members.names, config.speculation)
         training = OnlineDrafterTraining(members, trainers, wire, store, config.speculation.training, apart=apart)
         training.keep_in(tmp_path / "kept.safetensors")
+        outcome.append((wire, training))
         parts = Parts(
             members=members,
             learner=learner,
@@ -234,7 +237,8 @@ def simulate(
 
     _, seconds = run_virtual(work)
     recorder.close()
-    return Outcome(read_metrics(tmp_path / "metrics.jsonl"), trainers, outcome[0], seconds, exchange)
+    ((wire, training),) = outcome
+    return Outcome(read_metrics(tmp_path / "metrics.jsonl"), trainers, wire, seconds, exchange, training)
 
 
 def events(outcome: Outcome, what: str) -> list[dict]:
@@ -257,6 +261,19 @@ def test_idle_engines_train_and_are_back_for_every_update_and_sync(tmp_path: Pat
         "train",
         "idle",
     }
+
+
+def test_recalls_are_forgotten_once_they_are_told(tmp_path: Path) -> None:
+    """A list of all recalls of a run would grow with its steps."""
+    training = simulate(tmp_path).training
+    training._journal = cast("Any", SimpleNamespace(places=lambda spans: None))
+    training._account().recall_s += [0.5, 0.2]
+
+    async def told_ms() -> list[float]:
+        return [training.metrics()["draft/recall_max_ms"] for _ in range(2)]
+
+    assert asyncio.run(told_ms()) == [500.0, 0.0]
+    assert training._account().recall_s == []
 
 
 def test_training_costs_the_run_no_time(tmp_path: Path) -> None:

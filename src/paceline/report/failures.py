@@ -20,7 +20,7 @@ PER_STEP = {
 """Counts of each step, and what one of them means."""
 SINCE_START = {
     "reward/failures": "the reward function raised, hung, ended its process or gave no finite number",
-    "draft/broken_buffer_files": "training data that could not be read",
+    "draft/broken_buffer_files": "files of drafter training that could not be read",
     "draft/checkpoints_failed": "checkpoints of the drafter that could not be written",
     "metrics/sink_errors": "records that a console or another sink did not take",
     "metrics/records_lost": "records that metrics.jsonl lacks because they could not be written",

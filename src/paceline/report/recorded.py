@@ -103,7 +103,7 @@ class RecordedRun:
     eval_intervals: tuple[Interval, ...]
     """When engines sampled for an evaluation, whose rollouts are not recorded."""
     texts: tuple[Mapping[str, Any], ...]
-    """Answers of the first and the last evaluation that recorded some: its step, and `texts` with prompts and rewards."""
+    """Answers of the first and the last evaluation that recorded some: its step, and `texts` with their rewards."""
     events: tuple[Mapping[str, Any], ...]
     places: tuple[StepSlots, ...]
     """What engines' devices were used for, in runs that train their drafter."""
@@ -223,8 +223,6 @@ class _Reader:
                 self.mismatches[record["step"]] = {"step": record["step"], "counts": counts, "engines": engines}
             case "draft_length":
                 self.drafts.append(_drafts(record))
-            case _:
-                pass
 
     def columns(self) -> dict[str, array[float]]:
         """Metrics by row, all of the same length."""
