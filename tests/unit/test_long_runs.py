@@ -32,7 +32,7 @@ from paceline.plan.simulate import (
 )
 from paceline.types import Prompt
 
-NUM_STEPS = int(os.environ.get("PACELINE_STEPS", "300"))
+NUM_STEPS = int(os.environ.get("PACELINE_STEPS", "200"))
 SETTLED = NUM_STEPS // 10
 """Steps after which nothing may grow any more."""
 MOST_GROWTH = 5_000_000 * NUM_STEPS / 10_000
