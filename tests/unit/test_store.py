@@ -1,0 +1,202 @@
+"""Checkpoints and the batch log as files: whole or not there, every flipped bit found, no reader but the owner."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import stat
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.orchestrator.batch_log import BatchLog
+from paceline.orchestrator.store import BrokenCheckpointError, Store, verify
+from paceline.types import Group, Prompt, Rollout
+
+NUM_KILLS = int(os.environ.get("PACELINE_NUM_KILLS", "20"))
+
+
+def fill(directory: Path, step: int) -> None:
+    (directory / "learner").mkdir()
+    (directory / "run.json").write_text(json.dumps({"step": step}))
+    for part in range(3):
+        (directory / "learner" / f"shard-{part}.safetensors").write_bytes(bytes([step % 256]) * 20_000)
+
+
+def write(store: Store, step: int) -> None:
+    with store.writing(step, {"config": "abc"}) as directory:
+        fill(directory, step)
+
+
+def test_two_checkpoints_are_kept_and_the_newest_is_found(tmp_path):
+    store = Store(tmp_path / "state")
+    for step in (10, 20, 30):
+        write(store, step)
+    assert store.steps() == [20, 30]
+    found, problems = store.newest()
+    assert found is not None and found.step == 30 and found.facts == {"config": "abc"} and problems == []
+    assert json.loads((found.path / "run.json").read_text()) == {"step": 30}
+
+
+def test_a_writer_that_fails_leaves_no_checkpoint(tmp_path):
+    store = Store(tmp_path / "state")
+    write(store, 10)
+    with pytest.raises(OSError, match="full"), store.writing(20, {}) as directory:
+        fill(directory, 20)
+        raise OSError("full")
+    assert store.steps() == [10] and [entry.name for entry in (tmp_path / "state").iterdir()] == ["step-00000010"]
+
+
+def test_nobody_else_can_read_a_checkpoint_or_the_log(tmp_path):
+    write(Store(tmp_path / "state"), 1)
+    log = BatchLog(tmp_path / "batches", began_s=0.0)
+    log.put(1, 0, make_group(0))
+    for entry in (tmp_path / "state", tmp_path / "batches"):
+        for path in (entry, *entry.rglob("*")):
+            assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_moved_run_finds_its_checkpoint(tmp_path):
+    write(Store(tmp_path / "here" / "state"), 1)
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    found, _ = Store(tmp_path / "there" / "state").newest()
+    assert found is not None and found.path == tmp_path / "there" / "state" / "step-00000001"
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    store = Store(tmp_path / "state")
+    write(store, 7)
+    path = tmp_path / "state" / "step-00000007"
+    rng = random.Random(0)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert len(files) == 5
+    for file in files:
+        whole = file.read_bytes()
+        for _ in range(64):
+            place, bit = rng.randrange(len(whole)), rng.randrange(8)
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            with pytest.raises(BrokenCheckpointError):
+                verify(path)
+        file.write_bytes(whole)
+        file.unlink()
+        with pytest.raises(BrokenCheckpointError):
+            verify(path)
+        file.write_bytes(whole)
+    assert verify(path).step == 7
+
+
+def test_the_previous_checkpoint_is_taken_when_the_newest_is_damaged(tmp_path):
+    store = Store(tmp_path / "state")
+    write(store, 10)
+    write(store, 20)
+    (tmp_path / "state" / "step-00000020" / "run.json").write_text("{}")
+    found, problems = store.newest()
+    assert found is not None and found.step == 10
+    assert problems == ["step-00000020: run.json differs from its checksum"]
+    write(store, 20)  # the run comes to this step again
+    found, problems = store.newest()
+    assert found is not None and found.step == 20 and problems == []
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_checkpoint_that_can_be_read(tmp_path):
+    """PACELINE_NUM_KILLS=200 for more than CI does."""
+    rng, directory = random.Random(1), tmp_path / "state"
+    began_s = time.monotonic()
+    write(Store(directory), 1)
+    write_s = time.monotonic() - began_s
+    newest = 1
+    for _ in range(NUM_KILLS):
+        child = os.fork()
+        if child == 0:
+            store, step = Store(directory), newest
+            while True:
+                step += 1
+                write(store, step)
+        _wait(rng.uniform(0, 4 * write_s))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        store = Store(directory)
+        found, problems = store.newest()
+        assert found is not None and problems == [], problems
+        assert found.step >= newest, "a checkpoint that was there is gone"
+        newest = found.step
+        store.tidy()
+    assert newest > 1, "no writer came far enough, so the kills say nothing"
+    assert all(not entry.name.startswith(".") for entry in directory.iterdir())
+
+
+def _wait(seconds: float) -> None:
+    """The moment of a kill is what is drawn at random here, so it is a time and no condition."""
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        pass
+
+
+def make_prompt(number: int) -> Prompt:
+    return Prompt(id=f"p{number}", text="", token_ids=np.arange(number + 3, dtype=np.int32), row={})
+
+
+def make_group(number: int) -> Group:
+    prompt, rng = make_prompt(number), np.random.default_rng(number)
+    rollouts = tuple(
+        Rollout(
+            group_id=number,
+            index=index,
+            prompt_ids=prompt.token_ids,
+            token_ids=rng.integers(0, 99, 5 + index).astype(np.int32),
+            logp=rng.normal(size=5 + index).astype(np.float32),
+            finish_reason="stop",
+            policy_version=3,
+            policy_version_end=4,
+            engine="engine-1",
+            started_s=101.5,
+            finished_s=102.25,
+            num_accepted=index,
+        )
+        for index in range(2)
+    )
+    return Group(group_id=number, prompt=prompt, rollouts=rollouts)
+
+
+def test_logged_groups_come_back_bit_for_bit_on_the_new_clock(tmp_path):
+    BatchLog(tmp_path, began_s=100.0).put(4, 1, make_group(1))
+    log = BatchLog(tmp_path, began_s=7.0)
+    found = log.groups(4, [make_prompt(0), make_prompt(1)])
+    assert list(found) == [1]
+    for one, other in zip(found[1].rollouts, make_group(1).rollouts, strict=True):
+        assert one.logp.tobytes() == other.logp.tobytes() and one.token_ids.tobytes() == other.token_ids.tobytes()
+        assert one.logp.dtype == np.float32 and one.token_ids.dtype == np.int32
+        assert (one.started_s, one.finished_s) == (8.5, 9.25)
+        assert (one.key, one.engine, one.policy_version, one.policy_version_end) == (other.key, "engine-1", 3, 4)
+        assert one.num_accepted == other.num_accepted
+
+
+def test_rewards_come_back_and_covered_batches_are_forgotten(tmp_path):
+    log = BatchLog(tmp_path, began_s=0.0)
+    for step in (1, 2, 3):
+        log.put_rewards(step, [[0.1, step], [float("-inf"), 1e-300]])
+    log.forget(up_to=2)
+    assert log.rewards(2) is None
+    assert log.rewards(3) == [[0.1, 3], [float("-inf"), 1e-300]]
+
+
+def test_a_logged_group_with_a_flipped_bit_is_sampled_again(tmp_path):
+    log = BatchLog(tmp_path, began_s=0.0)
+    log.put(1, 0, make_group(0))
+    log.put(1, 1, make_group(1))
+    (file,) = (tmp_path / "step-00000001").glob("00001-*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert list(log.groups(1, [make_prompt(0), make_prompt(1)])) == [0]
+    assert log.num_broken == 1
+
+
+def test_a_logged_group_of_other_data_is_refused(tmp_path):
+    log = BatchLog(tmp_path, began_s=0.0)
+    log.put(1, 0, make_group(0))
+    with pytest.raises(ValueError, match="the data that it began with"):
+        log.groups(1, [make_prompt(5)])
