@@ -81,6 +81,40 @@ def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> N
     learner.close()
 
 
+def run_from_state(model: Path, out: Path, rank: int, world_size: int, state: str) -> None:
+    """Load a state if there is one, otherwise make one, and record all of it."""
+    config = LearnerConfig(world_size=world_size, microbatch_tokens=90, minibatches=2, learning_rate=1e-3)
+    learner = FsdpLearner(
+        model,
+        config,
+        ObjectiveConfig(),
+        temperature=0.9,
+        seed=5,
+        rank=rank,
+        init_method=f"file://{out / 'meeting'}",
+        num_threads=1,
+    )
+    if Path(state).exists():
+        learner.load_state(state)
+    else:
+        learner.update(make_samples(7))
+        learner.save_state(state)
+
+    def everything() -> dict[str, torch.Tensor]:
+        found = dict(learner.weights(torch.float32))
+        for name, parameter in learner._parameters().items():
+            known = learner._optimizer.state[parameter]
+            found |= {f"{key}.{name}": known[key].full_tensor() for key in ("exp_avg", "exp_avg_sq")}
+            found[f"step.{name}"] = known["step"].clone()
+        return found
+
+    save_file(everything(), out / f"loaded{rank}.safetensors")
+    learner.update(make_samples(7))
+    save_file(everything(), out / f"updated{rank}.safetensors")
+    (out / f"rank{rank}.json").write_text(json.dumps([learner._num_updates, learner._num_steps]))
+    learner.close()
+
+
 def run_group(model: Path, out: Path, world_size: int, loss: str) -> list[dict[str, Any]]:
     out.mkdir()
     processes = [
@@ -95,10 +129,7 @@ def run_group(model: Path, out: Path, world_size: int, loss: str) -> list[dict[s
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_two_ranks_do_what_one_does(tmp_path: Path, loss: str) -> None:
-    """Guards against gradients halved by FSDP2's averaging, normalisers counted per rank, samples scored twice or not
-    at all, KV scales of one rank's tokens only, and ranks that drift apart."""
+def make_model(path: Path) -> Path:
     torch.manual_seed(1)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -112,8 +143,15 @@ def test_two_ranks_do_what_one_does(tmp_path: Path, loss: str) -> None:
         max_position_embeddings=128,
         initializer_range=0.3,
     )
-    model = tmp_path / "model"
-    Qwen3ForCausalLM(config).save_pretrained(model)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_two_ranks_do_what_one_does(tmp_path: Path, loss: str) -> None:
+    """Guards against gradients halved by FSDP2's averaging, normalisers counted per rank, samples scored twice or not
+    at all, KV scales of one rank's tokens only, and ranks that drift apart."""
+    model = make_model(tmp_path / "model")
     (one,) = run_group(model, tmp_path / "one", 1, loss)
     two = run_group(model, tmp_path / "two", 2, loss)
 
@@ -141,5 +179,28 @@ def test_two_ranks_do_what_one_does(tmp_path: Path, loss: str) -> None:
         assert torch.equal(tensor, ranks[0][name]), name
 
 
+@pytest.mark.parametrize("wrote", [1, 2])
+def test_a_state_is_the_same_for_any_number_of_ranks(tmp_path: Path, wrote: int) -> None:
+    """Guards against shards that are lost, doubled or put in the wrong place when the number of ranks changes."""
+    model, state = make_model(tmp_path / "model"), str(tmp_path / "state")
+    counted = run_group(model, tmp_path / "first", wrote, state)
+    first = {name: load_file(tmp_path / "first" / f"{name}0.safetensors") for name in ("loaded", "updated")}
+    for world_size in (1, 2):
+        out = tmp_path / f"by{world_size}"
+        assert run_group(model, out, world_size, state) == world_size * [counted[0]]
+        for rank in range(world_size):
+            loaded = load_file(out / f"loaded{rank}.safetensors")
+            assert loaded.keys() == first["loaded"].keys() and any(name.startswith("exp_avg_sq.") for name in loaded)
+            for name, tensor in loaded.items():
+                assert torch.equal(tensor, first["loaded"][name]), name
+        updated = load_file(out / "updated0.safetensors")
+        for name, tensor in updated.items():
+            if world_size == wrote:
+                assert torch.equal(tensor, first["updated"][name]), name
+            else:  # the cut into micro-batches rounds differently
+                torch.testing.assert_close(tensor, first["updated"][name], atol=1e-4, rtol=0)
+
+
 if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    program = run_rank if sys.argv[5] in ("token", "sequence") else run_from_state
+    program(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

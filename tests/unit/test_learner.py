@@ -253,6 +253,30 @@ def test_two_runs_from_one_seed_agree_bit_for_bit(make: Make, dtype: str) -> Non
         assert torch.equal(tensor, runs[1][name]), name
 
 
+@pytest.mark.parametrize("num_updates", [0, 2])
+def test_a_learner_goes_on_from_its_saved_state_bit_for_bit(make: Make, tmp_path: Path, num_updates: int) -> None:
+    """Guards against moments, step counts (bias correction, warmup) or minibatch counters that start anew."""
+    config = LearnerConfig(minibatches=3, microbatch_tokens=60, learning_rate=1e-3, warmup_steps=20)
+    learner = make(config=config)
+    for step in range(num_updates):
+        learner.update(make_samples(10, seed=step))
+    learner.calibrate(make_samples(4), version=2)
+    scales, before = learner.kv_scales, tensors(learner)
+    learner.save_state(tmp_path / "state")
+    assert {file.suffix for file in (tmp_path / "state").iterdir()} == {".safetensors", ".json"}
+    learner.update(make_samples(10, seed=9))
+    expected = tensors(learner)
+
+    learner = make(config=config)
+    learner.update(make_samples(3, seed=7))  # what it knew must not shine through
+    learner.load_state(tmp_path / "state")
+    assert learner.kv_scales == scales
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(learner).items())
+    learner.update(make_samples(10, seed=9))
+    for name, tensor in tensors(learner).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_bfloat16_computes_roughly_and_keeps_float32_masters(make: Make) -> None:
     samples = make_samples(5)
     exact = make().logp(samples).logp

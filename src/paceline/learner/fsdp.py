@@ -37,6 +37,7 @@ from paceline.learner.calibration import Calibration, calibration_metrics, choos
 from paceline.learner.checkpoint import full_weight, load_policy, output_head, write_checkpoint
 from paceline.learner.objective import LossSums, loss_normaliser, policy_loss
 from paceline.learner.scoring import HiddenStates, LogpResult, TokenScorer, hidden_states_of, record_taps, unflatten
+from paceline.learner.state import LearnerCounters, read_state, write_state
 from paceline.types import DeviceKind, Sample
 
 
@@ -217,6 +218,17 @@ class FsdpLearner:
             write_checkpoint(target, self._path, tensors, dtype)
         dist.barrier()  # when save returns, the checkpoint is there, whichever rank asks
 
+    def save_state(self, path: str | Path) -> None:
+        """Write all that the next update depends on into a new directory, which every rank must see."""
+        counters = LearnerCounters(num_updates=self._num_updates, num_steps=self._num_steps, kv_scales=self.kv_scales)
+        write_state(Path(path), self._parameters(), self._optimizer, counters)
+
+    def load_state(self, path: str | Path) -> None:
+        """Go on from a directory that `save_state` wrote, with this or another number of ranks."""
+        counters = read_state(Path(path), self._parameters(), self._optimizer)
+        self._num_updates, self._num_steps = counters.num_updates, counters.num_steps
+        self.kv_scales = counters.kv_scales
+
     def close(self) -> None:
         """Leave the process group; the learner cannot be used any more."""
         if dist.is_initialized():
@@ -226,6 +238,10 @@ class FsdpLearner:
     def _root(self) -> FSDPModule:
         assert isinstance(self._scorer, FSDPModule)
         return self._scorer
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        self._scorer.state_dict()  # FSDP2 puts the shards back in place for it
+        return dict(self._scorer.named_parameters())
 
     def _sharded(self) -> Iterator[tuple[str, torch.Tensor]]:
         # A tied output head is in the state dict twice; the checkpoint's own names say whether it is written twice.

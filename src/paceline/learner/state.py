@@ -1,0 +1,93 @@
+"""All that the learner's next update depends on, as files: parameters, optimizer state, counters and KV scales.
+
+    learner/shard-RANK-*.safetensors    each rank's shards of parameters and AdamW's two moments
+            counters.json               updates and optimizer steps so far, and the scales of an FP8 KV cache
+
+torch.distributed.checkpoint writes and reads the shards, so another number of ranks can go on from them. Its default
+format pickles an index; the one used here is safetensors alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from paceline.fp8 import KvScales
+from paceline.types import PacelineError
+
+_COUNTERS = "counters.json"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerCounters:
+    num_updates: int
+    num_steps: int
+    kv_scales: KvScales | None
+
+
+def write_state(
+    directory: Path,
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    counters: LearnerCounters,
+) -> None:
+    """Write into a directory that all ranks see, which rank 0 makes. Collective."""
+    if dist.get_rank() == 0:
+        directory.mkdir()
+        steps = {name: float(state["step"]) for name, state in _states(parameters, optimizer)}
+        (directory / _COUNTERS).write_text(
+            json.dumps({**asdict(counters), "optimizer_steps": steps}) + "\n", encoding="utf-8"
+        )
+    dist.barrier()
+    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    try:
+        dcp.save(_tensors(parameters, optimizer), storage_writer=writer)
+    except CheckpointException as error:  # no Exception, so that it would pass every handler of failures
+        raise PacelineError(f"the learner's state cannot be written to {directory}: {error}") from error
+
+
+def read_state(
+    directory: Path, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> LearnerCounters:
+    """Replace parameters and optimizer state by those of `directory`, whatever number of ranks wrote them.
+    Collective."""
+    tree = json.loads((directory / _COUNTERS).read_text(encoding="utf-8"))
+    steps: dict[str, float] = tree["optimizer_steps"]
+    for name, parameter in parameters.items():
+        optimizer.state.pop(parameter, None)
+        if name in steps:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(steps[name], dtype=torch.float32, device=parameter.device),
+                **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in _MOMENTS},
+            }
+    try:
+        dcp.load(_tensors(parameters, optimizer), storage_reader=HuggingFaceStorageReader(str(directory)))
+    except CheckpointException as error:
+        raise PacelineError(f"the learner's state in {directory} is not of this policy: {error}") from error
+    scales = tree["kv_scales"]
+    if scales is not None:
+        scales = KvScales(**{key: tuple(value) if isinstance(value, list) else value for key, value in scales.items()})
+    return LearnerCounters(num_updates=tree["num_updates"], num_steps=tree["num_steps"], kv_scales=scales)
+
+
+def _states(
+    parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Optimizer states by the names of their parameters; none before the first step."""
+    return ((name, optimizer.state[p]) for name, p in parameters.items() if p in optimizer.state)
+
+
+def _tensors(parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {f"parameter.{name}": p.detach() for name, p in parameters.items()}
+    for name, state in _states(parameters, optimizer):
+        tensors |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS}
+    return tensors
