@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +15,27 @@ from paceline.types import PacelineError
 
 class CancelledError(PacelineError):
     """The caller does not want the result any more."""
+
+
+class RunInterruptedError(CancelledError):
+    """A run was told to end before its last step, and all its processes have ended."""
+
+    def __init__(self, number: signal.Signals, directory: Path | None) -> None:
+        """`directory` is what the run can go on from; None if it keeps nothing."""
+        super().__init__(number, directory)
+        self.number, self.directory = number, directory
+
+    @property
+    def exit_code(self) -> int:
+        """EX_TEMPFAIL tells a cluster's scheduler, which ends jobs by SIGTERM, to start the run again."""
+        ended_by_cluster = self.number == signal.SIGTERM and self.directory is not None
+        return os.EX_TEMPFAIL if ended_by_cluster else 128 + self.number
+
+    def __str__(self) -> str:
+        advice = "run.checkpoint_every is 0, so there is nothing to go on from"
+        if self.directory is not None:
+            advice = f"go on with: paceline train --resume {self.directory}"
+        return f"interrupted; all processes of the run have ended; {advice}"
 
 
 def time_left(seconds: float) -> str:

@@ -96,8 +96,17 @@ def atomic_directory(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Give a whole file another name in the same file system; whoever opens `target` finds the old or the new one."""
+    """Give a whole file or directory another name in the same file system; whoever opens `target` finds the old or
+    the new one."""
     source.replace(target)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory whose name stands for a whole one: the name goes first, and what a kill leaves is a partial
+    one."""
+    doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_partials(directory: Path, pattern: str = "*") -> None:

@@ -258,6 +258,14 @@ class Learner(Protocol):
         """Write the policy as a Hugging Face checkpoint directory."""
         ...
 
+    async def save_state(self, path: str) -> None:
+        """Write all that the next update depends on into a new directory."""
+        ...
+
+    async def load_state(self, path: str) -> None:
+        """Go on from a directory that `save_state` wrote."""
+        ...
+
     async def counters(self) -> Mapping[str, float]:
         """Failures that cost nothing but what they are about, summed since the start, by metric key."""
         ...

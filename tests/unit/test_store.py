@@ -115,7 +115,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_checkpoint_that_can_be_read(tmp_
             while True:
                 step += 1
                 write(store, step)
-        _wait(rng.uniform(0, 4 * write_s))
+        _wait(rng.uniform(0, 4 * write_s + 0.02))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         store = Store(directory)

@@ -17,7 +17,7 @@ from paceline import __version__
 from paceline.cli import arena, bench, certify, demo, doctor, draft, export, plan, report, train, tune
 from paceline.cli.common import cache_root, make_context
 from paceline.cli.output import with_own_lines
-from paceline.context import CancelledError, Context
+from paceline.context import CancelledError, Context, RunInterruptedError
 from paceline.types import PacelineError
 
 _EPILOG = (
@@ -47,6 +47,9 @@ def _run(options: argparse.Namespace, lines: TextIO) -> int:
     try:
         with _cancelled_by_sigterm(context):
             return options.command(options, context)
+    except RunInterruptedError as error:
+        print(f"paceline: {error}", file=lines)
+        return error.exit_code
     except (KeyboardInterrupt, CancelledError):
         print("paceline: interrupted; all processes of the run have ended", file=lines)
         return 128 + (signal.SIGTERM if context.cancelled.is_set() else signal.SIGINT)

@@ -237,6 +237,12 @@ class LearnerActor:
     def save(self, path: str) -> None:
         self._learner.save(path)
 
+    def save_state(self, path: str) -> None:
+        self._learner.save_state(path)
+
+    def load_state(self, path: str) -> None:
+        self._learner.load_state(path)
+
     def close(self) -> None:
         self._learner.close()
         if self._sender is not None:

@@ -232,6 +232,12 @@ class RemoteLearner:
     async def save(self, path: str) -> None:
         await self._all("save", path)
 
+    async def save_state(self, path: str) -> None:
+        await self._all("save_state", path)
+
+    async def load_state(self, path: str) -> None:
+        await self._all("load_state", path)
+
     async def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
         with suppress(TimeoutError, PacelineError):  # they are killed next in either case
             await asyncio.wait_for(self._all("close"), deadline_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 import types
 from collections.abc import Iterator, Sequence
@@ -17,16 +18,18 @@ from paceline.config.root import Config
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply `a.b=value` overrides; errors name the key and what it must be."""
+    """Read a TOML file, or the config.json of a run, and apply `a.b=value` overrides; errors name the key and what it
+    must be."""
     tree: dict[str, Any] = {}
     if path is not None:
         file = Path(path)
         if not file.is_file():
             raise ValueError(f"config: got {file}; must be a TOML file (configs/arena.toml is a start)")
+        name, read = ("JSON", json.loads) if file.suffix == ".json" else ("TOML", tomllib.loads)
         try:
-            tree = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+            tree = read(file.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, nested too deeply
-            raise ValueError(f"config: {file} is not TOML: {error}") from None
+            raise ValueError(f"config: {file} is not {name}: {error}") from None
     for override in overrides:
         _apply(tree, override)
     try:

@@ -39,6 +39,10 @@ class EngineConfig(Section):
     """Compute the KV cache of running rollouts anew with new weights. `false` keeps what the old weights left: no pause
     for prefill, but later tokens of these rollouts are drawn from neither policy, which adds to the mismatch. Has no
     effect without `run.lag`."""
+    deterministic: bool = False
+    """Sample each rollout by itself, with a seed that follows from `run.seed`, step, prompt and index, and without
+    prefix caching. A run is then the same whenever it is run or resumed, and several times slower: for debugging and
+    for tests."""
     start_deadline_s: float = Field(default=900, gt=0)
     """Seconds within which an engine must have started; loading, compiling and capturing graphs count."""
     call_deadline_s: float = Field(default=60, gt=0)

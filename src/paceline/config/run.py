@@ -27,6 +27,10 @@ class RunConfig(Section):
     of waiting for them."""
     save_every: int = Field(default=0, ge=0)
     """Save the policy every this many steps; 0 saves at the end only."""
+    checkpoint_every: int = Field(default=10, ge=0)
+    """Checkpoint the whole run every this many steps and at the end, so that `paceline train --resume` can go on from
+    there; two checkpoints are kept, each of about three times the policy in float32. 0 keeps nothing, finished rollouts
+    included."""
     sinks: tuple[Literal["console", "wandb", "tensorboard", "mlflow", "prometheus"], ...] = ("console",)
     """Where metrics go besides metrics.jsonl; each but the console is an extra, as in `pip install
     'paceline[tensorboard]'`."""

@@ -17,6 +17,7 @@ and an update is made when that exceeds its cost: on idle engines that of publis
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -34,6 +35,8 @@ _MIN_EXPECTED = 0.2
 _MIN_VERIFICATIONS = 200
 """Verifications before the alarm may ring. At 0.2 independently accepted drafts per verification, fewer than a tenth of
 200 x 0.2 come by chance once in 10^11 times."""
+
+_FOLLOWED = ("recent", "baseline", "generation_s", "last_gain", "cost_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,13 @@ class DriftMonitor:
         self._generation_s = 0.0
         self._last_gain: float | None = None
         self._cost_s = 0.0
+
+    def state(self) -> dict[str, float | None]:
+        return {name: getattr(self, f"_{name}") for name in _FOLLOWED}
+
+    def restore(self, state: Mapping[str, float | None]) -> None:
+        for name in _FOLLOWED:
+            setattr(self, f"_{name}", state[name])
 
     def observe(self, accepted_length: float, generation_s: float) -> None:
         """Take in one RL step's accepted length and the time of its rollout phase; steps without speculation are left
@@ -177,6 +187,15 @@ class LostDrafter:
         self._num_verifications = 0
         self._num_accepted = 0
         self.num_alarms = 0
+
+    def state(self) -> dict[str, float]:
+        """What a new driver of the run must know; counts since the last sync start anew."""
+        return {"expected": self._expected, "pushed_again": self._pushed_again, "num_alarms": self.num_alarms}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        self._expected = state["expected"]
+        self._pushed_again = bool(state["pushed_again"])
+        self.num_alarms = int(state["num_alarms"])
 
     def synced(self, promised: float | None = None) -> None:
         """Note that policy or drafter was pushed; either can part them. `promised` is a new drafter's accepted

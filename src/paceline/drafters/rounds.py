@@ -16,6 +16,7 @@ checksum; one that is damaged counts as `num_broken` and is as good as not there
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -153,6 +154,20 @@ class Rounds:
             return 0
         verify_seal(file)
         return json.loads(file.read_text(encoding="utf-8"))["round"]
+
+    def copy_to(self, directory: Path) -> None:
+        """Copy the newest and the published base, with their optimizer state, and all that is known about them. States
+        of the present round are left out: a worker begins a round at its base."""
+        directory.mkdir()
+        bases = {self.file(number).name for number in (self.round(), self.published()) if number}
+        for file in self._directory.iterdir():
+            if file.name in bases or file.name.startswith(("verdict-", "progress-", "published")):
+                shutil.copyfile(file, directory / file.name)
+
+    def copy_from(self, directory: Path) -> None:
+        for source in directory.iterdir():
+            with atomic_file(self._directory / source.name, private=True) as partial:
+                shutil.copyfile(source, partial)
 
     def put_progress(self, worker: str, progress: Progress) -> None:
         _write_json(self._directory / f"progress-{worker}.json", asdict(progress))

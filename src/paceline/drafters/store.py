@@ -80,6 +80,12 @@ class FileStore:
         except ChecksumError:  # the next one that is published is kept
             self.rounds.num_broken += 1
 
+    def copy_to(self, directory: Path) -> None:
+        self.rounds.copy_to(directory)
+
+    def copy_from(self, directory: Path) -> None:
+        self.rounds.copy_from(directory)
+
     def metrics(self) -> Mapping[str, float]:
         progress = [self.rounds.progress(name) for name in self._workers]
         return {

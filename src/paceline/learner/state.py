@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from paceline.fp8 import KvScales
 from paceline.types import PacelineError
@@ -50,9 +51,15 @@ def write_state(
     dist.barrier()
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
     try:
-        dcp.save(_tensors(parameters, optimizer), storage_writer=writer)
+        save(_tensors(parameters, optimizer), storage_writer=writer)
     except CheckpointException as error:  # no Exception, so that it would pass every handler of failures
         raise PacelineError(f"the learner's state cannot be written to {directory}: {error}") from error
+    seen = len(list(directory.glob("*.safetensors")))
+    if seen != dist.get_world_size():
+        raise PacelineError(
+            f"run.directory: {seen} of {dist.get_world_size()} ranks wrote to {directory} as this node sees it; must "
+            "be on a file system that all of the learner's nodes share, or set run.checkpoint_every=0"
+        )
 
 
 def read_state(
@@ -70,12 +77,13 @@ def read_state(
                 **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in _MOMENTS},
             }
     try:
-        dcp.load(_tensors(parameters, optimizer), storage_reader=HuggingFaceStorageReader(str(directory)))
+        load(_tensors(parameters, optimizer), storage_reader=HuggingFaceStorageReader(str(directory)))
     except CheckpointException as error:
         raise PacelineError(f"the learner's state in {directory} is not of this policy: {error}") from error
     scales = tree["kv_scales"]
     if scales is not None:
-        scales = KvScales(**{key: tuple(value) if isinstance(value, list) else value for key, value in scales.items()})
+        q, k, v = (tuple(scales[part]) for part in "qkv")
+        scales = KvScales(version=scales["version"], q=q, k=k, v=v)
     return LearnerCounters(num_updates=tree["num_updates"], num_steps=tree["num_steps"], kv_scales=scales)
 
 

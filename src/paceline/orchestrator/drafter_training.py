@@ -83,6 +83,14 @@ class DrafterStore(Protocol):
         """From now on `keep` copies to this file."""
         ...
 
+    def copy_to(self, directory: Path) -> None:
+        """Copy what training goes on from into a new directory: bases with their optimizer, verdicts, progress."""
+        ...
+
+    def copy_from(self, directory: Path) -> None:
+        """Take over what `copy_to` wrote."""
+        ...
+
     def keep(self, number: int) -> None:
         """Copy a base to where it survives a crash of the run, if there is such a place."""
         ...
@@ -189,6 +197,8 @@ class OnlineDrafterTraining:
     async def publish(self, *, restarted: bool) -> None:
         """Send out a drafter that was found better. Restarted engines have the first one again and need the last."""
         self._lost.synced()
+        if restarted and self._off:
+            await self._sender.stop_speculation()
         if restarted and self._store.published() and not self._off:
             await self._send(self._store.published(), None)
         number = self._store.round()
@@ -251,6 +261,23 @@ class OnlineDrafterTraining:
 
     def save(self, directory: Path, provenance: Provenance | None = None) -> None:
         self._store.save(directory, provenance)
+
+    def save_state(self, directory: Path) -> Mapping[str, Any]:
+        self._store.copy_to(directory)
+        return {
+            "drift": self._drift.state(),
+            "lost": self._lost.state(),
+            "judged": self._judged,
+            "off": self._off,
+            "update_cost_s": self._update_cost_s,
+        }
+
+    def load_state(self, state: Mapping[str, Any], directory: Path) -> None:
+        self._store.copy_from(directory)
+        self._drift.restore(state["drift"])
+        self._lost.restore(state["lost"])
+        self._judged, self._off = state["judged"], state["off"]
+        self._update_cost_s = state["update_cost_s"]
 
     def _account(self) -> Account:
         """Where idle time went since the run began."""

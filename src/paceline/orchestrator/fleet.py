@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
+
+import numpy as np
 
 from paceline.orchestrator.ledger import Ledger
 from paceline.orchestrator.members import Members
@@ -23,6 +26,8 @@ from paceline.types import Engine, EngineLostError, Group, PacelineError, Prompt
 
 _MOST_LENGTHS = 2**16
 """Prompts whose lengths are remembered; a larger dataset comes around too rarely for more."""
+_BEYOND_STEPS = 1 << 40
+"""First number of groups that belong to no step: evaluations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,13 @@ class Sampling:
     group_size: int
     temperature: float
     max_tokens: int
+    seed: tuple[int, ...] | None = None
+    """From it and its place in the batch every rollout gets a seed of its own; None leaves the draws to the engine."""
+
+    def seed_of(self, position: int, index: int) -> int | None:
+        if self.seed is None:
+            return None
+        return int(np.random.SeedSequence((*self.seed, position, index)).generate_state(1)[0])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +57,15 @@ class Batch:
     num_tokens: int = 0
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     failure: BaseException | None = None
+    on_group: Callable[[int, Group], None] = lambda position, group: None
+    """Is told of every group that was sampled, and its position in the batch."""
+
+    def take(self, group: Group) -> None:
+        """Take a group that was sampled before."""
+        assert group.group_id in self.group_ids, "a group keeps its number"
+        self.groups[group.group_id] = group
+        self.done += len(group.rollouts)
+        self.num_tokens += sum(len(rollout.token_ids) for rollout in group.rollouts)
 
     async def wait(self) -> list[Group]:
         await self.finished.wait()
@@ -108,7 +129,7 @@ class Fleet:
         self._batches: dict[int, Batch] = {}
         self._batch_of: dict[int, int] = {}
         self._next_batch = 0
-        self._next_group = 0
+        self._next_group = _BEYOND_STEPS
         self._mean_length: dict[str, float] = {}
         self._typical_length = 0.0
 
@@ -128,13 +149,30 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
 
-    def open(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
-        """Start sampling a batch; older batches go first."""
+    def open(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        first_group: int | None = None,
+        finished: Mapping[int, Group] = MappingProxyType({}),
+        on_group: Callable[[int, Group], None] = lambda position, group: None,
+    ) -> Batch:
+        """Start sampling a batch; older batches go first. Groups in `finished`, by position, were sampled before.
+
+        Groups are numbered from `first_group` on, so that a rollout keeps its identity when its run goes on after an
+        interruption; None takes numbers that no step has.
+        """
         batch_id, self._next_batch = self._next_batch, self._next_batch + 1
-        first, self._next_group = self._next_group, self._next_group + len(prompts)
-        batch = Batch(total=len(prompts) * sampling.group_size, group_ids=tuple(range(first, self._next_group)))
+        if first_group is None:
+            first_group, self._next_group = self._next_group, self._next_group + len(prompts)
+        group_ids = tuple(range(first_group, first_group + len(prompts)))
+        batch = Batch(total=len(prompts) * sampling.group_size, group_ids=group_ids, on_group=on_group)
         self._batches[batch_id] = batch
-        for group_id, prompt in zip(batch.group_ids, prompts, strict=True):
+        for position, (group_id, prompt) in enumerate(zip(batch.group_ids, prompts, strict=True)):
+            if position in finished:
+                batch.take(finished[position])
+                continue
             self._batch_of[group_id] = batch_id
             requests = [
                 RolloutRequest(
@@ -143,11 +181,15 @@ class Fleet:
                     prompt_ids=prompt.token_ids,
                     max_tokens=sampling.max_tokens,
                     temperature=sampling.temperature,
+                    seed=sampling.seed_of(position, index),
                 )
                 for index in range(sampling.group_size)
             ]
             expected = self._mean_length.get(prompt.id, self._typical_length)
             self.ledger.open(batch=batch_id, prompt=prompt, requests=requests, expected_length=expected)
+        if batch.done == batch.total:
+            del self._batches[batch_id]
+            batch.finished.set()
         if not self._mailboxes:
             self._fail(PacelineError("every engine is lost"))
         self._dispatch()
@@ -243,6 +285,7 @@ class Fleet:
             del self._batch_of[group.group_id]
             batch.groups[group.group_id] = group
             self._learn_length(group)
+            batch.on_group(group.group_id - batch.group_ids[0], group)
         self._on_progress(batch)
         if batch.done == batch.total:
             del self._batches[batch_id]

@@ -24,15 +24,17 @@ _LONGEST_TEXT = 2000
 class Journal:
     """Holds the metrics of the step now running; `end_step` reduces and writes them."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.step = 0
+    def __init__(self, recorder: Recorder, *, step: int = 0, elapsed_s: float = 0.0) -> None:
+        """`step` and `elapsed_s` are those of the checkpoint that a run goes on from."""
+        self.step = step
         self.metrics = Metrics()
         self._recorder = recorder
         self._differences = engine_counters.Differences()
-        self._run_began_s = self._step_began_s = asyncio.get_running_loop().time()
+        self._step_began_s = asyncio.get_running_loop().time()
+        self.run_began_s = self._step_began_s - elapsed_s
 
     def elapsed_s(self) -> float:
-        return round(asyncio.get_running_loop().time() - self._run_began_s, 4)
+        return round(asyncio.get_running_loop().time() - self.run_began_s, 4)
 
     def begin_step(self, step: int) -> None:
         self.step = step
@@ -74,8 +76,8 @@ class Journal:
         index_of = {name: index for index, name in enumerate(sorted(names))}
         columns = {
             "engine": [index_of[rollout.engine] for rollout in rollouts],
-            "start_s": [round(rollout.started_s - self._run_began_s, 4) for rollout in rollouts],
-            "end_s": [round(rollout.finished_s - self._run_began_s, 4) for rollout in rollouts],
+            "start_s": [round(rollout.started_s - self.run_began_s, 4) for rollout in rollouts],
+            "end_s": [round(rollout.finished_s - self.run_began_s, 4) for rollout in rollouts],
             "length": lengths,
             "reward": flat,
         }
@@ -114,7 +116,7 @@ class Journal:
         rows = [(index, item) for index, name in enumerate(engines) for item in timelines[name]]
         columns = {
             "engine": [index for index, _ in rows],
-            "begin_s": [round(item.begin_s - self._run_began_s, 4) for _, item in rows],
+            "begin_s": [round(item.begin_s - self.run_began_s, 4) for _, item in rows],
             "width_s": [item.width_s for _, item in rows],
             "num_steps": [int(item.num_steps) for _, item in rows],
             "draft_length": [int(item.draft_length) for _, item in rows],
@@ -128,7 +130,7 @@ class Journal:
     def places(self, spans: Sequence[tuple[str, str, float, float]]) -> None:
         """Record what each engine's device was used for since the last step: engine, use, begin and end."""
         relative = [
-            [engine, use, round(begin_s - self._run_began_s, 4), round(end_s - self._run_began_s, 4)]
+            [engine, use, round(begin_s - self.run_began_s, 4), round(end_s - self.run_began_s, 4)]
             for engine, use, begin_s, end_s in spans
         ]
         self._recorder.write("places", {"step": self.step, "time_s": self.elapsed_s(), "spans": relative})

@@ -17,23 +17,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from paceline.config import Config
-from paceline.learner.objective import advantages, is_trained_on
 from paceline.metrics import Mean, Recorder
+from paceline.orchestrator.calibration import calibrate, calibrate_on_prompts
+from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.fleet import Batch, Fleet, Sampling
 from paceline.orchestrator.journal import Journal, Rewards
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.online_drafter import Off, OnlineDrafter
+from paceline.orchestrator.prompt_stream import PromptStream
+from paceline.orchestrator.recovery import Recovery
+from paceline.orchestrator.samples import make_samples
 from paceline.orchestrator.sync import push_policy
-from paceline.types import Group, Learner, Prompt, Sample, Sender, Tokens
-
-_WITHOUT_QK_NORM = "nothing bounds its keys: watch the mismatch, and above a share of about 0.2 keep kv_cache full"
+from paceline.types import Group, Learner, Prompt, Sender, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +59,13 @@ class Parts:
     """Restarts idle engines in full precision (True) or as configured (False); a push follows. None: impossible."""
 
 
-async def train(parts: Parts, config: Config, recorder: Recorder, *, save_to: str | None = None) -> None:
-    """Run all steps; the policy is saved under `save_to`."""
-    journal = Journal(recorder)
+async def train(
+    parts: Parts, config: Config, recorder: Recorder, *, save_to: str | None = None, recovery: Recovery | None = None
+) -> None:
+    """Run all steps, or those after the checkpoint that `recovery` found; the policy is saved under `save_to`."""
+    recovery = recovery or Recovery(None, config)
+    journal = Journal(recorder, step=recovery.step, elapsed_s=recovery.elapsed_s)
+    recovery.begin(journal, parts.drafter)
     # A few requests wait inside the engine, so that a slot that falls free is filled without a round trip.
     in_flight = config.rollout.engine.max_num_seqs * 9 // 8 + 1
     fleet = Fleet(
@@ -70,34 +76,68 @@ async def train(parts: Parts, config: Config, recorder: Recorder, *, save_to: st
         on_progress=journal.progress,
     )
     async with parts.drafter.running(journal), fleet:
-        run = _Run(parts, config, journal, fleet, save_to=None if save_to is None else Path(save_to).parent)
-        if config.rollout.engine.kv_cache == "fp8":
-            await run.calibrate_on_prompts()
-        await run.sync()
-        await run.evaluate()
-        for step in range(1, config.run.steps + 1):
+        run = _Run(parts, config, journal, fleet, recovery, None if save_to is None else Path(save_to).parent)
+        await run.begin()
+        for step in range(recovery.step + 1, config.run.steps + 1):
             journal.begin_step(step)
+            last = step == config.run.steps
             await run.one_step()
-            if config.eval.every and (step % config.eval.every == 0 or step == config.run.steps):
+            if config.eval.every and (step % config.eval.every == 0 or last):
                 await run.evaluate()
-            if save_to and (step == config.run.steps or (config.run.save_every and step % config.run.save_every == 0)):
+            # A run that goes on comes by steps again; their batches are logged, so it would save the same policy.
+            wanted = last or (config.run.save_every and step % config.run.save_every == 0)
+            if save_to and wanted and not Path(f"{save_to}/step-{step}").exists():
                 await parts.learner.save(f"{save_to}/step-{step}")
             for key, value in parts.drafter.metrics().items():
                 journal.metrics.add(key, Mean(value))
             journal.learner_counters(await parts.learner.counters())
+            await recovery.write(run.state, parts.learner, parts.drafter, last=last)
             journal.end_step(fleet)
+            recovery.seal()
+        await recovery.finish()
 
 
 class _Run:
     """What a run remembers from step to step: open batches and the policy version."""
 
-    def __init__(self, parts: Parts, config: Config, journal: Journal, fleet: Fleet, *, save_to: Path | None) -> None:
-        self.parts, self.config, self.journal, self.fleet = parts, config, journal, fleet
+    def __init__(
+        self, parts: Parts, config: Config, journal: Journal, fleet: Fleet, recovery: Recovery, save_to: Path | None
+    ) -> None:
+        self.parts, self.config, self.journal, self.fleet, self.recovery = parts, config, journal, fleet, recovery
         can_raise = parts.raise_precision is not None
         self.mismatch = MismatchMonitor(config, parts.learner, journal, can_raise=can_raise, save_to=save_to)
         self.version = 0
-        self.prompts = parts.prompts
+        self.prompts = PromptStream(parts.prompts, config.rollout.prompts_per_step)
         self.batches: deque[Batch] = deque()
+
+    def state(self) -> dict[str, Any]:
+        """What the loop itself needs to go on after this step."""
+        step = self.journal.step
+        return {
+            "step": step,
+            "elapsed_s": self.journal.elapsed_s(),
+            "version": self.version,
+            "prompts": self.prompts.state(step),
+            "mismatch": self.mismatch.state(),
+        }
+
+    async def begin(self) -> None:
+        """Bring learner and engines to the policy that the first step samples from."""
+        tree, raise_precision = self.recovery.tree, self.parts.raise_precision
+        if tree is not None:
+            self.version = tree["version"]
+            self.prompts.restore(tree["prompts"])
+            self.mismatch.restore(tree["mismatch"])
+            await self.parts.learner.load_state(f"{self.recovery.path}/learner")
+            if self.mismatch.raised and raise_precision is not None:
+                await raise_precision(True)
+        elif self.config.rollout.engine.kv_cache == "fp8":
+            await calibrate_on_prompts(self.parts.learner, self.prompts.peek(), self.journal)
+        await self.sync()
+        if tree is None:
+            await self.evaluate()
+        else:
+            await self.parts.drafter.publish(restarted=True)
 
     async def one_step(self) -> None:
         stage, learner, drafter = self.journal.stage, self.parts.learner, self.parts.drafter
@@ -107,9 +147,10 @@ class _Run:
             groups = await self.generate()
         with stage("prepare"):
             counting = self.journal.counters(self.fleet.engines)
-            rewards, _ = await asyncio.gather(self.parts.score(groups), counting)
+            scoring = self.recovery.score(self.journal.step, groups, self.parts.score)
+            rewards, _ = await asyncio.gather(scoring, counting)
             self.journal.rollouts(groups, rewards, policy_version=self.version, fleet=self.fleet)
-            samples = self.make_samples(groups, rewards)
+            samples = make_samples(groups, rewards, self.config.objective, self.journal)
         if not samples:
             self.journal.event("update_skipped", why="every group has equal rewards, or one that failed")
             return
@@ -121,7 +162,7 @@ class _Run:
                     self.journal.metrics.add(key, Mean(value))
                 self.version += 1
             if self.config.rollout.engine.kv_cache == "fp8":
-                await self.calibrate(samples)
+                await calibrate(learner, samples, self.version, self.journal)
         await drafter.train_inline()
         with stage("sync"):
             await drafter.close_phase()
@@ -143,55 +184,21 @@ class _Run:
     def open_batches(self) -> None:
         """Keep batches `step` .. `step + lag` in flight, none beyond the last step."""
         rollout, run = self.config.rollout, self.config.run
-        sampling = Sampling(
-            group_size=rollout.group_size, temperature=rollout.temperature, max_tokens=rollout.max_tokens
-        )
         wanted = min(1 + run.lag, run.steps - self.journal.step + 1)
         while len(self.batches) < wanted:
-            prompts = list(islice(self.prompts, rollout.prompts_per_step))
-            self.batches.append(self.fleet.open(prompts, sampling))
-
-    def make_samples(self, groups: Sequence[Group], rewards: Rewards) -> list[Sample]:
-        """Rollouts with their advantages, without groups that teach nothing or of which a reward failed."""
-        samples: list[Sample] = []
-        for group, group_rewards in zip(groups, rewards, strict=True):
-            keep = is_trained_on(group_rewards, self.config.objective)
-            self.journal.metrics.add("policy/groups_kept_share", Mean(float(keep)))
-            if keep:
-                group_advantages = advantages(group_rewards, self.config.objective.advantage)
-                samples += [Sample.of(r, float(a)) for r, a in zip(group.rollouts, group_advantages, strict=True)]
-        return samples
-
-    async def calibrate(self, samples: Sequence[Sample]) -> Mapping[str, float]:
-        """KV scales of this version; they go out with the weights, which are refused without."""
-        with self.journal.stage("calibrate"):
-            found = await self.parts.learner.calibrate(samples, self.version)
-        for key, value in found.items():
-            self.journal.metrics.add(key, Mean(value))
-        return found
-
-    async def calibrate_on_prompts(self) -> None:
-        """The first policy's scales, from the prompts of the first batch: nothing has been sampled yet."""
-        first = list(islice(self.prompts, self.config.rollout.prompts_per_step))
-        self.prompts = chain(first, self.prompts)
-        found = await self.calibrate([Sample.of_prompt(prompt) for prompt in first])
-        if not found["precision/qk_norm"]:
-            share = round(found["precision/underflow_share"], 4)
-            self.journal.event("fp8_kv_cache_without_qk_norm", underflow_share=share, advice=_WITHOUT_QK_NORM)
+            prompts, step = self.prompts.take(), self.prompts.num_taken
+            sampling = Sampling(
+                group_size=rollout.group_size,
+                temperature=rollout.temperature,
+                max_tokens=rollout.max_tokens,
+                seed=(run.seed, 0, step) if rollout.engine.deterministic else None,
+            )
+            self.batches.append(self.recovery.open_batch(self.fleet, step, prompts, sampling))
 
     async def sync(self) -> None:
         await push_policy(self.parts.sender, self.version, self.parts.members, self.journal)
 
     async def evaluate(self) -> None:
-        """Mean reward on held-out prompts, sampled as configured."""
-        settings, prompts = self.config.eval, self.parts.heldout[: self.config.eval.num_prompts]
-        if not settings.every or not prompts:
-            return
-        max_tokens = self.config.rollout.max_tokens
-        sampling = Sampling(
-            group_size=settings.samples_per_prompt, temperature=settings.temperature, max_tokens=max_tokens
+        await evaluate(
+            self.config, self.fleet, self.parts.heldout, self.parts.score, self.journal, decode=self.parts.decode
         )
-        with self.journal.stage("eval"):
-            groups = await self.fleet.open(prompts, sampling).wait()
-            rewards = await self.parts.score(groups)
-        self.journal.evaluation(groups, rewards, decode=self.parts.decode)

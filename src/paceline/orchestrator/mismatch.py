@@ -13,9 +13,10 @@ mismatch can be smaller, and one near it is rounding. It is measured on a hundre
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,19 @@ class MismatchMonitor:
         self._save_to = save_to
         self._state = GuardState()
         self._rung = Rung.OBSERVE
+
+    @property
+    def raised(self) -> bool:
+        """Whether the engines should be in full precision."""
+        return self._state.raised
+
+    def state(self) -> dict[str, Any]:
+        return {"guard": asdict(self._state), "rung": self._rung}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        guard = state["guard"]
+        self._state = GuardState(**{**guard, "past": tuple(guard["past"]), "rung": Rung(guard["rung"])})
+        self._rung = Rung(state["rung"])
 
     async def judge(
         self, samples: Sequence[Sample], learner_logp: Sequence[Floats]

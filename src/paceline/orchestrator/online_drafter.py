@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.drafters.provenance import Provenance
 from paceline.orchestrator.fleet import Lessor
@@ -55,6 +55,14 @@ class OnlineDrafter(Lessor, Protocol):
         """Copy every published drafter to this file, which survives a crash of the run."""
         ...
 
+    def save_state(self, directory: Path) -> Mapping[str, Any]:
+        """Copy files that training needs to go on into a new directory, and return the rest of what it needs."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any], directory: Path) -> None:
+        """Go on from what `save_state` kept; called before `running`."""
+        ...
+
     def save(self, directory: Path, provenance: Provenance | None = None) -> None:
         """Write the drafter that the engines have as a checkpoint, if the run has trained one."""
         ...
@@ -97,6 +105,12 @@ class Off:
         return {}
 
     def keep_in(self, file: Path) -> None:
+        return
+
+    def save_state(self, directory: Path) -> Mapping[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any], directory: Path) -> None:
         return
 
     def save(self, directory: Path, provenance: Provenance | None = None) -> None:

@@ -13,14 +13,21 @@ safetensors, so loading runs no code of whoever wrote it.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.files import atomic_directory, private_directory, remove_partials, sha256, sha256_of
+from paceline.files import (
+    atomic_directory,
+    move_file,
+    private_directory,
+    remove_directory,
+    remove_partials,
+    sha256,
+    sha256_of,
+)
 from paceline.types import PacelineError
 
 KEPT = 2
@@ -63,7 +70,7 @@ class Store:
             yield partial
             _seal(partial, step, facts)
         for old in self.steps()[:-KEPT]:
-            self._remove(old)
+            remove_directory(self._path(old))
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, whole or damaged, in order."""
@@ -79,16 +86,10 @@ class Store:
             except BrokenCheckpointError as problem:
                 problems.append(str(problem))
                 aside = self._directory / f"{_BROKEN}{_PREFIX}{step:08d}"
-                shutil.rmtree(aside, ignore_errors=True)
-                self._path(step).rename(aside)
+                if aside.exists():
+                    remove_directory(aside)
+                move_file(self._path(step), aside)
         return None, problems
-
-    def _remove(self, step: int) -> None:
-        # A name always stands for a whole checkpoint, so it goes first.
-        doomed = self._directory / f".{_PREFIX}{step:08d}.old.partial"
-        shutil.rmtree(doomed, ignore_errors=True)
-        self._path(step).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
 
     def _path(self, step: int) -> Path:
         return self._directory / f"{_PREFIX}{step:08d}"

@@ -206,6 +206,12 @@ class SimulatedLearner:
     async def save(self, path: str) -> None:
         return
 
+    async def save_state(self, path: str) -> None:
+        return
+
+    async def load_state(self, path: str) -> None:
+        return
+
     async def close(self) -> None:
         return
 

@@ -158,7 +158,7 @@ def read_run(run_dir: Path) -> RecordedRun:
     order = [found.rows[step] for step in steps]
     return RecordedRun(
         name=run_dir.resolve().name,
-        started=str(found.head.get("started", "")),
+        started=found.started,
         config=found.head.get("config", {}),
         environment=found.head.get("environment", {}),
         steps=tuple(steps),
@@ -179,6 +179,7 @@ def read_run(run_dir: Path) -> RecordedRun:
 class _Reader:
     """What has been read so far. A step that is recorded twice counts as it was recorded last."""
 
+    started: str = ""
     head: Mapping[str, Any] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
     """Row of each step in the columns."""
@@ -199,8 +200,9 @@ class _Reader:
         if kind in ("stage", "step", "eval", "event"):
             self.duration_s = max(self.duration_s, record["time_s"])
         match kind:
-            case "run":
-                self.head = self.head or record
+            case "run":  # one more each time that the run was resumed
+                self.started = self.started or str(record.get("started", ""))
+                self.head = record
             case "stage" if record["stage"] == "eval":
                 self.eval_begins.append(record["time_s"])
             case "step":

@@ -44,7 +44,7 @@ def engine_args(
         dtype=config.dtype,
         seed=seed,
         max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=1 if config.deterministic else config.max_num_seqs,
         tensor_parallel_size=config.tensor_parallel_size,
         # Inside a placement group vLLM would choose its Ray executor, which refuses a bundle of several GPUs; ours hold
         # all GPUs of an engine. With one worker the choice stays vLLM's.
@@ -57,7 +57,8 @@ def engine_args(
         quantization_config={"ignore": [f"*.{router}" for router in ROUTERS]} if fp8 else None,
         kv_cache_dtype="fp8" if config.kv_cache == "fp8" else "auto",
         enable_sleep_mode=not cpu,
-        enable_prefix_caching=True,  # the rollouts of a group share their prompt
+        # The rollouts of a group share their prompt. What was cached changes how the rest is computed, in the last bit.
+        enable_prefix_caching=not config.deterministic,
         # On the CPU, vLLM 0.32 dies ("CPU Generator does not use offset") when the prefill of a seeded request is cut
         # in two.
         enable_chunked_prefill=not cpu,

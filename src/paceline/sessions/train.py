@@ -3,6 +3,8 @@
 runs/NAME/config.json      the resolved config
          metrics.jsonl     everything that was measured
          policy/step-N/    Hugging Face checkpoints of the policy
+         state/step-N/     checkpoints of the whole run, for `--resume`
+         batches/step-N/   rollouts and rewards that no checkpoint covers yet
          report.html       made at the end, or by `paceline report`
 """
 
@@ -11,18 +13,21 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import cast
 
-from paceline.config import Config, EagleDrafter, LearnedDrafter, MeasuredSelector, ParallelDrafter
+from paceline.config import Config, EagleDrafter, LearnedDrafter, MeasuredSelector, ParallelDrafter, load_config
 from paceline.console import ConsoleSink
-from paceline.context import Context
+from paceline.context import Context, RunInterruptedError
 from paceline.drafters.provenance import Provenance
+from paceline.files import atomic_file, lock, move_file
 from paceline.measure import environment
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
+from paceline.orchestrator.recovery import HARMLESS, Recovery, drop_records
 from paceline.orchestrator.rewards import open_scorer
 from paceline.orchestrator.task import Task
 from paceline.selector.cost_file import Conditions, require_same
@@ -31,8 +36,9 @@ from paceline.sinks import open_sinks
 from paceline.types import Tokenizer
 
 
-def run(config: Config, context: Context) -> Path:
-    """Train as the config says; returns the run directory. Ctrl-C and SIGTERM end every process before this returns."""
+def run(config: Config, context: Context, *, resume: Path | None = None) -> Path:
+    """Train as the config says, in a new run directory or from where the run in `resume` was ended; returns the
+    directory. Ctrl-C and SIGTERM end every process before RunInterruptedError is raised."""
     check_groups(config)
     model_path = resolve_policy(config.policy.model, context)
     config = with_drafter(config, context)
@@ -40,13 +46,32 @@ def run(config: Config, context: Context) -> Path:
     tokenizer = load_tokenizer(model_path)
     task = make_task(config, tokenizer)
     check_lengths(config, task)
-    directory = new_directory(config)
-    (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    directory = resume or new_directory(config)
+    with lock(directory / ".lock", on_wait=partial(_refuse_second_driver, directory)):
+        return _run_in(directory, config, context, model_path, task, tokenizer)
+
+
+def _run_in(
+    directory: Path, config: Config, context: Context, model_path: Path, task: Task, tokenizer: Tokenizer
+) -> Path:
+    recovery = Recovery(directory, config)
+    metrics = directory / "metrics.jsonl"
+    num_dropped = drop_records(metrics, recovery.step) if metrics.is_file() else 0
+    with atomic_file(directory / "config.json") as partial_path:
+        partial_path.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     console = [ConsoleSink()] if "console" in config.run.sinks else []
-    recorder = Recorder(JsonlSink(directory / "metrics.jsonl"), [*console, *open_sinks(config, directory)])
-    context.progress(f"run directory {directory}; starting {config.rollout.num_engines} engines and the learner")
+    recorder = Recorder(JsonlSink(metrics), [*console, *open_sinks(config, directory)])
+    for problem in recovery.problems:
+        context.progress(f"a checkpoint is damaged and was set aside, the one before it is used: {problem}")
+    goes_on = f", going on after step {recovery.step}" if num_dropped else ""
+    context.progress(
+        f"run directory {directory}{goes_on}; starting {config.rollout.num_engines} engines and the learner"
+    )
     try:
-        asyncio.run(_run(config, model_path, task, tokenizer, recorder, directory))
+        asyncio.run(_run(config, model_path, task, tokenizer, recorder, directory, recovery))
+    except (asyncio.CancelledError, KeyboardInterrupt) as error:
+        number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
+        raise RunInterruptedError(number, directory if config.run.checkpoint_every else None) from None
     finally:
         recorder.close()
         if lost := recorder.counts["metrics/records_lost"]:
@@ -56,8 +81,35 @@ def run(config: Config, context: Context) -> Path:
     return directory
 
 
+def resumed_config(directory: Path, overrides: Sequence[str]) -> Config:
+    """The config of an earlier run with the overrides, which must be harmless."""
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"resume: got {directory}, which has no config.json; must be a run's directory")
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key not in HARMLESS - {"run.name", "run.directory"}:
+            raise ValueError(
+                f"{key}: cannot change when a run goes on, because it would be another run; "
+                f"{', '.join(sorted(HARMLESS - {'run.name', 'run.directory'}))} can"
+            )
+    config = load_config(directory / "config.json", overrides)
+    if not (directory / "state").is_dir():
+        raise ValueError(f"resume: got {directory}, which was run with run.checkpoint_every=0; start it anew")
+    return config
+
+
+def _refuse_second_driver(directory: Path) -> None:
+    raise ValueError(f"resume: got {directory}, whose run has not ended; one process at a time can drive a run")
+
+
 async def _run(
-    config: Config, model_path: Path, task: Task, tokenizer: Tokenizer, recorder: Recorder, directory: Path
+    config: Config,
+    model_path: Path,
+    task: Task,
+    tokenizer: Tokenizer,
+    recorder: Recorder,
+    directory: Path,
+    recovery: Recovery,
 ) -> None:
     from paceline.cluster.placement import start_cluster  # imports ray and torch, which takes seconds
 
@@ -88,7 +140,9 @@ async def _run(
             drafter=cluster.drafter,
             raise_precision=None if engine == engine.in_full_precision else partial(cluster.raise_precision, engine),
         )
-        await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"))
+        await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"), recovery=recovery)
+        if (directory / "drafter").exists():  # of a run that has gone on beyond what was its last step
+            move_file(directory / "drafter", directory / f"drafter-of-step-{recovery.step}")
         cluster.drafter.save(directory / "drafter", _provenance(config, directory))
 
 

@@ -1,0 +1,35 @@
+"""Evaluation of the policy on held-out prompts, by the engines that also sample for training."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from paceline.config import Config
+from paceline.orchestrator.fleet import Fleet, Sampling
+from paceline.orchestrator.journal import Journal, Rewards
+from paceline.types import Group, Prompt, Tokens
+
+
+async def evaluate(
+    config: Config,
+    fleet: Fleet,
+    heldout: Sequence[Prompt],
+    score: Callable[[Sequence[Group]], Awaitable[Rewards]],
+    journal: Journal,
+    *,
+    decode: Callable[[Tokens], str] | None,
+) -> None:
+    """Record the mean reward on held-out prompts, sampled as configured."""
+    settings, prompts = config.eval, heldout[: config.eval.num_prompts]
+    if not settings.every or not prompts:
+        return
+    sampling = Sampling(
+        group_size=settings.samples_per_prompt,
+        temperature=settings.temperature,
+        max_tokens=config.rollout.max_tokens,
+        seed=(config.run.seed, 1, journal.step) if config.rollout.engine.deterministic else None,
+    )
+    with journal.stage("eval"):
+        groups = await fleet.open(prompts, sampling).wait()
+        rewards = await score(groups)
+    journal.evaluation(groups, rewards, decode=decode)

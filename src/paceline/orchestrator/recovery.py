@@ -1,0 +1,226 @@
+"""What a run keeps of itself, so that it can go on after its driver has ended in whatever way.
+
+    every step                 finished groups and rewards ──▶ batches/step-N     (batch_log.py)
+    every checkpoint_every     learner, loop, drafter ──▶ state/step-N            (store.py)
+    a run that goes on         newest checkpoint, then the logged batches after it, then new ones
+
+While the learner writes its state nothing else happens; checksums and the wait for the disk come beside the next step.
+What cannot be written costs the run nothing but the chance to go on from there, and is counted in `checkpoint/failed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.config import Config
+from paceline.files import atomic_file, installed, sha256_of
+from paceline.metrics import Sum
+from paceline.orchestrator.batch_log import BatchLog
+from paceline.orchestrator.fleet import Batch, Fleet, Sampling
+from paceline.orchestrator.journal import Journal, Rewards
+from paceline.orchestrator.online_drafter import OnlineDrafter
+from paceline.orchestrator.store import Store
+from paceline.types import Group, Learner, PacelineError, Prompt
+
+HARMLESS = frozenset(
+    {
+        "run.steps",
+        "run.name",
+        "run.directory",
+        "run.save_every",
+        "run.checkpoint_every",
+        "run.sinks",
+        "run.prometheus_port",
+        "rollout.num_engines",
+        "rollout.engine.start_deadline_s",
+        "rollout.engine.call_deadline_s",
+        "rollout.engine.push_deadline_s",
+        "rollout.engine.progress_deadline_s",
+        "learner.world_size",
+        "learner.cpus",
+        "learner.deadline_s",
+        "cluster.address",
+    }
+)
+"""Settings that may differ when a run goes on: they change how far or on what it runs, not what it learns."""
+
+
+class Recovery:
+    """The checkpoints and the batch log of one run; without a directory it keeps nothing."""
+
+    def __init__(self, directory: Path | None, config: Config) -> None:
+        """Find what an earlier driver of this run has left; the caller knows that none is alive."""
+        self._directory = directory if config.run.checkpoint_every else None
+        self._every = config.run.checkpoint_every
+        self._facts = {"config": config_hash(config), "versions": installed(["paceline", "torch", "vllm"])}
+        self._log: BatchLog | None = None
+        self._store: Store | None = None
+        self._written: ExitStack | None = None
+        """Gives the checkpoint that was written its name."""
+        self._sealing: asyncio.Task[None] | None = None
+        self._num_failed = 0
+        self.path: Path | None = None
+        """The checkpoint to go on from."""
+        self.tree: Mapping[str, Any] | None = None
+        """The loop's part of it."""
+        self.problems: list[str] = []
+        """What is wrong with newer checkpoints."""
+        if directory is not None and (self._every or (directory / "state").is_dir()):
+            self._find(Store(directory / "state"))
+
+    @property
+    def step(self) -> int:
+        """Step after which the run goes on; 0 is its beginning."""
+        return 0 if self.tree is None else self.tree["step"]
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time of the run up to there."""
+        return 0.0 if self.tree is None else self.tree["elapsed_s"]
+
+    def begin(self, journal: Journal, drafter: OnlineDrafter) -> None:
+        """Open the log for a run whose clock the journal holds, and give drafter training its state back."""
+        self._journal = journal
+        if self.tree is not None and self.path is not None:
+            drafter.load_state(self.tree["drafter"], self.path / "drafter")
+        if self._directory is not None:
+            self._log = BatchLog(self._directory / "batches", began_s=journal.run_began_s)
+            self._log.tidy()
+
+    def open_batch(self, fleet: Fleet, step: int, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
+        """Start sampling what the log does not have of this step's batch, and log each group when it has finished."""
+        first_group = (step - 1) * len(prompts)
+        if self._log is None:
+            return fleet.open(prompts, sampling, first_group=first_group)
+        logged, broken = self._log.groups(step, prompts), self._log.num_broken
+        if broken:
+            self._journal.event("broken_log_files", files=broken)
+            self._log.num_broken = 0
+        keep = partial(self._keep, step)
+        return fleet.open(prompts, sampling, first_group=first_group, finished=logged, on_group=keep)
+
+    async def score(
+        self, step: int, groups: Sequence[Group], score: Callable[[Sequence[Group]], Awaitable[Rewards]]
+    ) -> Rewards:
+        """Rewards of this step's batch, from the log if they were given before."""
+        if self._log is None:
+            return await score(groups)
+        rewards = self._log.rewards(step)
+        if rewards is None:
+            rewards = await score(groups)
+            self._attempt(lambda log: log.put_rewards(step, rewards))
+        return rewards
+
+    async def write(
+        self, state: Callable[[], Mapping[str, Any]], learner: Learner, drafter: OnlineDrafter, *, last: bool
+    ) -> None:
+        """Write a checkpoint of the loop, the learner and the drafter if this step is to have one; `seal` gives it its
+        name."""
+        if self._directory is None:
+            return
+        if last or self._journal.step % self._every == 0:
+            with self._journal.stage("checkpoint"):
+                await self.finish()
+                await self._write(state(), learner, drafter)
+        self._journal.metrics.add("checkpoint/failed", Sum(self._num_failed))
+        self._num_failed = 0
+
+    def seal(self) -> None:
+        """Finish the checkpoint that was written, if one was, beside what comes next."""
+        if self._written is not None:
+            self._sealing = asyncio.create_task(self._seal(self._written))
+            self._written = None
+
+    async def finish(self) -> None:
+        """Wait until the last checkpoint has its name."""
+        task, self._sealing = self._sealing, None
+        if task is not None:
+            await task
+
+    def _find(self, store: Store) -> None:
+        store.tidy()
+        self._store = store
+        found, self.problems = store.newest()
+        if found is None:
+            return
+        if found.facts["config"] != self._facts["config"]:
+            raise ValueError(
+                "config.json: differs from the config that this run was checkpointed with; must be the same, but for "
+                f"{', '.join(sorted(HARMLESS))}"
+            )
+        self.path = found.path
+        self.tree = json.loads((found.path / "run.json").read_text(encoding="utf-8"))
+
+    async def _write(self, tree: Mapping[str, Any], learner: Learner, drafter: OnlineDrafter) -> None:
+        assert self._store is not None
+        try:
+            with ExitStack() as stack:  # a failure inside removes what was written
+                partial_path = stack.enter_context(self._store.writing(tree["step"], self._facts))
+                await learner.save_state(str(partial_path / "learner"))
+                drafter_state = await asyncio.to_thread(drafter.save_state, partial_path / "drafter")
+                text = json.dumps({**tree, "drafter": drafter_state}) + "\n"
+                (partial_path / "run.json").write_text(text, encoding="utf-8")
+                self._written = stack.pop_all()
+        except (OSError, PacelineError) as error:
+            self._failed(error)
+
+    async def _seal(self, written: ExitStack) -> None:
+        try:
+            await asyncio.to_thread(written.close)
+        except OSError as error:
+            self._failed(error)
+            return
+        assert self._store is not None and self._log is not None
+        self._log.forget(up_to=min(self._store.steps()))
+
+    def _keep(self, step: int, position: int, group: Group) -> None:
+        self._attempt(lambda log: log.put(step, position, group))
+
+    def _attempt(self, write: Callable[[BatchLog], None]) -> None:
+        assert self._log is not None
+        try:
+            write(self._log)
+        except OSError as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        if not self._num_failed:  # a full disk fails for every group of a batch
+            self._journal.event("checkpoint_failed", why=str(error))
+        self._num_failed += 1
+
+
+def config_hash(config: Config) -> str:
+    """Checksum of all settings but the harmless ones."""
+    tree = config.model_dump(mode="json")
+    for key in HARMLESS:
+        *sections, leaf = key.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner[section]
+        del inner[leaf]
+    return sha256_of([json.dumps(tree, sort_keys=True).encode()])
+
+
+def drop_records(metrics: Path, step: int) -> int:
+    """Remove the records of steps that come again from metrics.jsonl; returns how many. Of a run that begins again
+    (step 0) nothing is kept but who it is."""
+    num_dropped = 0
+    with atomic_file(metrics, durable=True) as partial_path:
+        with metrics.open(encoding="utf-8") as old, partial_path.open("w", encoding="utf-8") as new:
+            for line in old:
+                if line.endswith("\n") and _is_kept(json.loads(line), step):
+                    new.write(line)
+                else:
+                    num_dropped += 1
+        partial_path.chmod(metrics.stat().st_mode)
+    return num_dropped
+
+
+def _is_kept(record: Mapping[str, Any], step: int) -> bool:
+    return record["kind"] == "run" or 0 < step >= record["step"]

@@ -1,0 +1,218 @@
+"""A run that is ended at any event goes on: nothing is sampled, scored or trained on twice, nothing is lost."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.config import load_config
+from paceline.metrics import JsonlSink, Recorder, read_metrics
+from paceline.orchestrator.loop import Parts, train
+from paceline.orchestrator.members import Members
+from paceline.orchestrator.prompt_stream import PromptStream
+from paceline.orchestrator.recovery import Recovery, drop_records
+from paceline.plan.simulate import (
+    SimulatedEngine,
+    SimulatedLearner,
+    SimulatedSender,
+    long_tailed_lengths,
+    simulated_prompts,
+)
+from paceline.types import Group, Prompt, RolloutRequest, Sample
+
+SETTINGS = [
+    "run.steps=6",
+    "run.checkpoint_every=2",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=2",
+    "rollout.engine.max_num_seqs=4",
+    "eval.every=0",
+]
+
+
+class ReplayedLearner(SimulatedLearner):
+    """Its policy is the list of what it was trained on; its state is that list in a file."""
+
+    policy: list[object]
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "policy", [])
+
+    async def update(self, samples: Sequence[Sample]):
+        self.policy.append([[sample.token_ids.tolist(), sample.logp.tolist(), sample.advantage] for sample in samples])
+        return await super().update(samples)
+
+    async def save_state(self, path: str) -> None:
+        Path(path).mkdir()
+        (Path(path) / "policy.json").write_text(json.dumps(self.policy))
+
+    async def load_state(self, path: str) -> None:
+        self.policy[:] = json.loads((Path(path) / "policy.json").read_text())
+
+
+class EndedError(Exception):
+    """Stands for a kill: nothing after it is written."""
+
+
+class Life:
+    """One driver of a run, which ends after so many finished rollouts, if at all."""
+
+    def __init__(self, directory: Path, settings: Sequence[str] = (), ends_after: int | None = None) -> None:
+        self.directory = directory
+        self.config = load_config(None, [*SETTINGS, *settings])
+        self.ends_after = ends_after
+        self.requests: list[RolloutRequest] = []
+        self.scored: list[str] = []
+        self.learner = ReplayedLearner()
+        self.num_finished = 0
+
+    def run(self) -> bool:
+        """Whether it came to the end."""
+        self.recovery = Recovery(self.directory, self.config)
+        metrics = self.directory / "metrics.jsonl"
+        if metrics.is_file():
+            drop_records(metrics, self.recovery.step)
+        recorder = Recorder(JsonlSink(metrics))
+        try:
+            asyncio.run(self._work(recorder))
+        except EndedError:
+            return False
+        finally:
+            recorder.close()
+        return True
+
+    async def _work(self, recorder: Recorder) -> None:
+        life = self
+
+        class Engine(SimulatedEngine):
+            async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+                life.requests += requests
+                await super().submit(requests)
+
+            async def collect(self):
+                rollouts = await super().collect()
+                life.num_finished += len(rollouts)
+                if life.ends_after is not None and life.num_finished > life.ends_after:
+                    raise EndedError
+                return rollouts
+
+        engines = [
+            Engine(name=f"e{i}", length_of=long_tailed_lengths(0), max_num_seqs=2, seconds_per_token=1e-6)
+            for i in range(2)
+        ]
+        parts = Parts(
+            members=Members(engines),
+            learner=self.learner,
+            sender=SimulatedSender(engines=engines),
+            prompts=simulated_prompts(),
+            heldout=[],
+            score=self._score,
+        )
+        await train(parts, self.config, recorder, recovery=self.recovery)
+
+    async def _score(self, groups: Sequence[Group]):
+        self.scored += [group.prompt.id for group in groups]
+        return [[float(len(rollout.token_ids) % 3) for rollout in group.rollouts] for group in groups]
+
+
+def steps_of(directory: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(directory / "metrics.jsonl")["step"]]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("ends_after", [0, 5, 13, 24, 37, 46])
+def test_a_run_that_was_ended_anywhere_samples_scores_and_learns_everything_once(tmp_path, ends_after, lag):
+    whole = Life(tmp_path / "whole", [f"run.lag={lag}"])
+    assert whole.run()
+    first = Life(tmp_path / "run", [f"run.lag={lag}"], ends_after)
+    assert not first.run()
+    second = Life(tmp_path / "run", [f"run.lag={lag}"])
+    assert second.run()
+    assert second.recovery.step in (0, 2, 4)
+    assert second.learner.policy == whole.learner.policy
+    # What had finished together with its group is not sampled again; at most one group of every slot is.
+    num_requests = len(first.requests) + len(second.requests)
+    assert len(whole.requests) == 48 and num_requests < 48 + 2 * (1 + lag) * 8
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+    assert not list((tmp_path / "run" / "batches").glob("step-*[1-4]")), "covered by both checkpoints"
+
+
+def test_logged_rollouts_are_learnt_from_bit_for_bit_without_engine_or_reward(tmp_path):
+    """All batches up to the last are logged: the second driver makes the same policy of them."""
+    settings = ["run.checkpoint_every=100"]
+    whole = Life(tmp_path / "whole", settings)
+    assert whole.run()
+    first = Life(tmp_path / "run", settings, ends_after=41)
+    assert not first.run()
+    assert len(first.learner.policy) == 5
+    second = Life(tmp_path / "run", settings)
+    assert second.run()
+    assert second.recovery.step == 0
+    assert second.learner.policy == whole.learner.policy
+    assert len(second.scored) == 4, "only the last batch had no rewards yet"
+
+
+def test_times_go_on_and_the_position_in_the_data_is_kept(tmp_path):
+    first = Life(tmp_path, ends_after=37)
+    first.run()
+    before = read_metrics(tmp_path / "metrics.jsonl")["step"]
+    second = Life(tmp_path)
+    second.run()
+    after = read_metrics(tmp_path / "metrics.jsonl")["step"]
+    assert after[:2] == before[:2]
+    assert [record["metrics"]["sync/version"] for record in after] == [1, 2, 3, 4, 5, 6]
+    times = [record["time_s"] for record in after]
+    assert times == sorted(times) and times[4] >= before[3]["time_s"]
+
+
+def test_a_run_can_go_on_for_longer(tmp_path):
+    assert Life(tmp_path).run()
+    longer = Life(tmp_path, ["run.steps=8"])
+    assert longer.run()
+    assert longer.recovery.step == 6 and len(longer.learner.policy) == 8
+    assert steps_of(tmp_path) == list(range(1, 9))
+
+
+def test_a_run_does_not_go_on_under_another_config(tmp_path):
+    assert Life(tmp_path).run()
+    with pytest.raises(ValueError, match="config that this run was checkpointed with"):
+        Life(tmp_path, ["learner.learning_rate=0.5"]).run()
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch):
+    async def full(self, path: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ReplayedLearner, "save_state", full)
+    assert Life(tmp_path).run()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["metrics"]["checkpoint/failed"] for record in records["step"]] == [0, 1, 0, 1, 0, 1]
+    assert {event["what"] for event in records["event"]} == {"checkpoint_failed"}
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_without_checkpoints_nothing_is_kept(tmp_path):
+    assert Life(tmp_path, ["run.checkpoint_every=0"]).run()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"metrics.jsonl"}
+
+
+def numbered(first: int):
+    while True:
+        yield Prompt(id=f"p{first}", text="", token_ids=np.array([first], np.int32), row={})
+        first += 1
+
+
+def test_a_position_in_other_data_is_refused():
+    stream = PromptStream(numbered(0), 3)
+    assert stream.peek() == stream.take()
+    stream.take()
+    state = stream.state(1)
+    again = PromptStream(numbered(0), 3)
+    again.restore(state)
+    assert [prompt.id for prompt in again.take()] == ["p3", "p4", "p5"]
+    with pytest.raises(ValueError, match="the data that it began with"):
+        PromptStream(numbered(1), 3).restore(state)
