@@ -1,0 +1,107 @@
+"""A run of real engines that is ended twice, by SIGTERM and by SIGKILL, ends with the weights of one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from paceline.metrics import read_metrics
+
+SETTINGS = [
+    "configs/arena.toml",
+    "policy.model=arena:tiny",
+    "run.steps=4",
+    "run.checkpoint_every=2",
+    "run.sinks=[]",
+    "rollout.num_engines=1",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_tokens=96",
+    "rollout.engine.dtype=float32",
+    "rollout.engine.deterministic=true",
+    "rollout.engine.max_model_len=256",
+    "rollout.engine.kv_cache_gb=0.25",
+    "learner.learning_rate=1e-3",
+    "learner.cpus=1",
+    "eval.every=0",
+]
+
+
+def start(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "paceline.cli", "train", *arguments]
+    with log.open("a") as lines:
+        return subprocess.Popen(command, stdout=lines, stderr=lines, cwd=Path(__file__).parents[2])
+
+
+def finish(driver: subprocess.Popen[bytes], log: Path) -> None:
+    try:
+        assert driver.wait(timeout=420) == 0, log.read_text()[-3000:]
+    finally:
+        driver.kill()
+
+
+def end_when(driver: subprocess.Popen[bytes], condition: Callable[[], bool], blow: signal.Signals, log: Path) -> int:
+    """Send the signal once the condition holds; returns the exit code."""
+    deadline = time.monotonic() + 420
+    try:
+        while not condition():
+            assert driver.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.01)
+        os.kill(driver.pid, blow)
+        return driver.wait(timeout=60)
+    finally:
+        driver.kill()
+
+
+def test_a_run_ended_twice_ends_with_the_weights_of_one_that_was_not(tmp_path):
+    """Guards against seeds that depend on what happened before, rollouts that are sampled or learnt from twice,
+    optimizer state and counters that start anew, and prompts that are skipped."""
+    log = tmp_path / "log"
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    finish(start(log, *SETTINGS, f'run.directory="{tmp_path}"', "run.name=whole"), log)
+
+    def logged(step: int, num_groups: int) -> Callable[[], bool]:
+        batch = run / "batches" / f"step-{step:08d}"
+        return lambda: len(list(batch.glob("0*.safetensors"))) >= num_groups
+
+    driver = start(log, *SETTINGS, f'run.directory="{tmp_path}"', "run.name=run")
+    assert end_when(driver, logged(1, 2), signal.SIGTERM, log) == 75
+    told = log.read_text()
+    assert f"paceline train --resume {run}" in told and "Traceback" not in told
+    driver = start(log, "--resume", str(run))
+    assert end_when(driver, logged(3, 1), signal.SIGKILL, log) == -signal.SIGKILL
+    finish(start(log, "--resume", str(run)), log)
+
+    expected = load_file(whole / "policy" / "step-4" / "model.safetensors")
+    resumed = load_file(run / "policy" / "step-4" / "model.safetensors")
+    assert expected.keys() == resumed.keys()
+    for name, tensor in expected.items():
+        assert tensor.numpy().tobytes() == resumed[name].numpy().tobytes(), name
+    records = {directory: read_metrics(directory / "metrics.jsonl") for directory in (whole, run)}
+    for found in records.values():
+        assert [record["step"] for record in found["step"]] == [1, 2, 3, 4]
+        assert found["step"][-1]["metrics"]["sync/version"] == 4, "nothing was learnt, so equal weights say nothing"
+    for key in ("length", "reward"):
+        columns = [[record[key] for record in found["rollouts"]] for found in records.values()]
+        assert columns[0] == columns[1]
+    assert len(records[run]["run"]) == 3
+    state = sorted(entry.name for entry in (run / "state").iterdir())
+    assert state == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize("arguments", [["--resume", "runs/none"], ["--resume", "{run}", "learner.learning_rate=1"]])
+def test_what_cannot_go_on_is_refused_before_anything_starts(tmp_path, arguments):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    command = [sys.executable, "-m", "paceline.cli", "train", *(a.format(run=tmp_path) for a in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "must be a run's directory" in done.stderr or "cannot change when a run goes on" in done.stderr
