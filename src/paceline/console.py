@@ -34,6 +34,7 @@ _TROUBLES = {
     "selector/failures": "selector failures",
     "history/failures": "history drafter failures",
     "draft/hand_over_failures": "hand-over failures",
+    "checkpoint/failed": "checkpoints failed",
     "metrics/sink_errors": "sink errors",
     "metrics/records_lost": "records not written",
     "engine/preemptions": "preemptions",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -171,3 +172,22 @@ def test_counts_from_before_a_sync_do_not_hide_a_loss() -> None:
     alarm.observe(num_verifications=199, num_accepted=400)
     alarm.synced()
     assert alarm.observe(num_verifications=200, num_accepted=0) is Remedy.PUSH_AGAIN
+
+
+def test_a_resumed_run_decides_about_training_as_if_it_had_not_stopped() -> None:
+    monitor, again = DriftMonitor(DriftConfig()), DriftMonitor(DriftConfig())
+    for accepted in (3.0, 3.1, 2.4):
+        monitor.observe(accepted, 20.0)
+    trained(monitor, 2.4, 2.6, cost_s=0.5)
+    monitor.observe(2.2, 25.0)
+    again.restore(json.loads(json.dumps(monitor.state())))
+    assert again.decide() == monitor.decide() and monitor.decide().drift > 0
+
+
+def test_a_resumed_run_remembers_that_its_drafter_was_pushed_again() -> None:
+    watch, again = LostDrafter(), LostDrafter()
+    watch.synced(promised=3.0)
+    assert watch.observe(num_verifications=500, num_accepted=0) is Remedy.PUSH_AGAIN
+    again.restore(json.loads(json.dumps(watch.state())))
+    again.synced()
+    assert again.observe(num_verifications=500, num_accepted=0) is Remedy.SPECULATION_OFF

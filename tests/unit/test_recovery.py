@@ -4,14 +4,17 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from paceline.config import load_config
+from paceline.learner.guard import GuardState, Rung
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
+from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.prompt_stream import PromptStream
 from paceline.orchestrator.recovery import Recovery, drop_records
 from paceline.plan.simulate import (
@@ -198,6 +201,18 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch)
 def test_without_checkpoints_nothing_is_kept(tmp_path):
     assert Life(tmp_path, ["run.checkpoint_every=0"]).run()
     assert {entry.name for entry in tmp_path.iterdir()} == {"metrics.jsonl"}
+
+
+def test_the_guard_remembers_what_it_has_seen(tmp_path):
+    """Guards against a guard that learns anew what is normal, on a run that may have gone wrong already."""
+    monitor, again = (
+        MismatchMonitor(load_config(None, SETTINGS), ReplayedLearner(), cast("Any", None), can_raise=True, save_to=None)
+        for _ in range(2)
+    )
+    known = GuardState(past=(0.1, -7.25), num_steps=3, rung=Rung.MASK, num_pushes=1, raised=True, hold_steps=8)
+    monitor._state, monitor._rung = known, Rung.SKIP
+    again.restore(json.loads(json.dumps(monitor.state())))
+    assert again._state == known and again._state.rung.words == "mask" and again._rung is Rung.SKIP and again.raised
 
 
 def numbered(first: int):

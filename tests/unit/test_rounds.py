@@ -153,3 +153,29 @@ def test_verdicts_and_progress_survive_their_writer(rounds: Rounds) -> None:
     rounds.put_progress("a", Progress(training_s=1.5, num_tokens=10))
     assert rounds.verdict(1) == Verdict(publish=True, why="better", before=2.0, after=3.0)
     assert rounds.progress("a") == Progress(training_s=1.5, num_tokens=10)
+
+
+def test_a_resumed_run_trains_on_from_the_newest_base_and_has_the_published_one(rounds: Rounds, tmp_path: Path) -> None:
+    for value in (1.0, 2.0, 3.0):
+        rounds.put_state(rounds.round(), "a", state(value), 1)
+        rounds.close_round()
+    rounds.put_state(3, "a", state(9.0), 1)
+    rounds.publish(2)
+    found = Verdict(publish=True, why="better", before=1.0, after=2.0)
+    rounds.put_verdict(3, found)
+    rounds.put_progress("a", Progress(num_tokens=77))
+    rounds.copy_to(tmp_path / "kept")
+
+    again = Rounds(tmp_path / "rounds-again", tmp_path / "checkpoint")
+    again.copy_from(tmp_path / "kept")
+    assert (again.round(), again.published(), again.verdict(3)) == (3, 2, found)
+    assert again.base(3)["optimizer/0/0/exp_avg"].tolist() == [30.0, 30.0]
+    assert again.base(2)["drafter/fc.weight"].tolist() == [2.0, 2.0]
+    assert again.progress("a").num_tokens == 77
+    assert again.fresh_tokens() == 0, "a worker begins at the base, so what it had made since does not count"
+
+
+def test_a_run_whose_drafter_was_never_trained_can_be_resumed(rounds: Rounds, tmp_path: Path) -> None:
+    rounds.copy_to(tmp_path / "kept")
+    rounds.copy_from(tmp_path / "kept")
+    assert (rounds.round(), rounds.published()) == (0, 0)

@@ -16,6 +16,7 @@ PER_STEP = {
     "engine/metrics_failed": "an engine did not tell its counters in time",
     "sync/failed": "an engine did not take a push of weights",
     "sync/refused": "a push was refused before it touched the model",
+    "checkpoint/failed": "a checkpoint, or what a resumed run would reuse, could not be written",
 }
 """Counts of each step, and what one of them means."""
 SINCE_START = {
