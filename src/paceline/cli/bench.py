@@ -86,6 +86,11 @@ BENCHES = {
         "FP8 against BF16 with and without speculation: speed, KV capacity, mismatch (about 30 minutes)",
         page="precision_page:write_precision_page",
     ),
+    "resume": BenchEntry(
+        "a run whose driver is killed 24 times against one that is not, bit for bit; damaged checkpoints (about 25 "
+        "minutes)",
+        _runs,
+    ),
     "rollout": BenchEntry(
         "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 20 minutes)",
         page="rollout_page:write_rollout_page",

@@ -68,7 +68,7 @@ class Store:
         once for its checksum and waits for the disk; older ones are then removed."""
         with atomic_directory(self._path(step), durable=True) as partial:
             yield partial
-            _seal(partial, step, facts)
+            seal(partial, step, facts)
         for old in self.steps()[:-KEPT]:
             remove_directory(self._path(old))
 
@@ -117,7 +117,7 @@ def verify(path: Path) -> Checkpoint:
     return Checkpoint(step=step, path=path, facts=facts)
 
 
-def _seal(partial: Path, step: int, facts: Mapping[str, Any]) -> None:
+def seal(partial: Path, step: int, facts: Mapping[str, Any]) -> None:
     """Write the manifest, and let nobody but the owner read: rollouts and weights are the owner's."""
     files: dict[str, str] = {}
     for entry in sorted(partial.rglob("*")):
