@@ -223,4 +223,4 @@ def drop_records(metrics: Path, step: int) -> int:
 
 
 def _is_kept(record: Mapping[str, Any], step: int) -> bool:
-    return record["kind"] == "run" or 0 < step >= record["step"]
+    return record["kind"] == "run" or 0 < step >= record.get("step", 0)

@@ -70,7 +70,8 @@ def _run_in(
     try:
         asyncio.run(_run(config, model_path, task, tokenizer, recorder, directory, recovery))
     except (asyncio.CancelledError, KeyboardInterrupt) as error:
-        number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
+        preempted = isinstance(error, asyncio.CancelledError) or context.cancelled.is_set()
+        number = signal.SIGTERM if preempted else signal.SIGINT
         raise RunInterruptedError(number, directory if config.run.checkpoint_every else None) from None
     finally:
         recorder.close()
