@@ -17,8 +17,8 @@ import pytest
 from letters import Letters
 from paceline import cli
 from paceline.cli import bench, common, report
-from paceline.config import EngineConfig, HubData
-from paceline.context import CancelledError, Context
+from paceline.config import Config, EngineConfig, HubData, RunConfig
+from paceline.context import CancelledError, Context, RunInterruptedError
 from paceline.orchestrator.task import load_task
 from paceline.plan.request import Request
 from paceline.types import PacelineError, Prompt
@@ -96,6 +96,44 @@ def test_exit_codes(command, code: int, says: str, monkeypatch: pytest.MonkeyPat
     assert cli.main(["report"]) == code
     assert says in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("number", "directory", "code", "says"),
+    [
+        (signal.SIGTERM, Path("runs/x"), 75, "go on with: paceline train --resume runs/x"),
+        (signal.SIGINT, Path("runs/x"), 130, "go on with: paceline train --resume runs/x"),
+        (signal.SIGTERM, None, 143, "there is nothing to go on from"),
+    ],
+)
+def test_an_interrupted_run_says_how_to_go_on_and_lets_a_cluster_see_it(
+    number: signal.Signals, directory: Path | None, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    from paceline.sessions import train
+
+    def interrupted(config: object, context: Context, *, resume: Path | None = None) -> Path:
+        raise RunInterruptedError(number, directory)
+
+    monkeypatch.setattr(train, "run", interrupted)
+    assert cli.main(["train", "configs/arena.toml", "--verbose"]) == code
+    assert says in capsys.readouterr().err
+
+
+def test_what_follows_resume_is_an_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.sessions import train
+
+    (tmp_path / "state").mkdir()
+    (tmp_path / "config.json").write_text(Config(run=RunConfig(steps=3, seed=7)).model_dump_json())
+    seen: list[Config] = []
+
+    def note(config: Config, context: Context, *, resume: Path | None = None) -> Path:
+        assert resume == tmp_path
+        seen.append(config)
+        raise RunInterruptedError(signal.SIGINT, None)
+
+    monkeypatch.setattr(train, "run", note)
+    cli.main(["train", "--resume", str(tmp_path), "run.steps=9", "--verbose"])
+    assert [(config.run.steps, config.run.seed) for config in seen] == [(9, 7)]
 
 
 def test_without_the_lab_benches_say_so_and_other_commands_go_on(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -159,6 +159,21 @@ def test_logged_rollouts_are_learnt_from_bit_for_bit_without_engine_or_reward(tm
     assert len(second.scored) == 4, "only the last batch had no rewards yet"
 
 
+def test_a_damaged_checkpoint_costs_time_and_no_rollout(tmp_path):
+    whole = Life(tmp_path / "whole")
+    assert whole.run()
+    first = Life(tmp_path / "run", ends_after=37)
+    assert not first.run()
+    newest = tmp_path / "run" / "state" / "step-00000004"
+    (newest / "learner" / "policy.json").write_text("[]")
+    second = Life(tmp_path / "run")
+    assert second.run()
+    assert second.recovery.step == 2 and "policy.json differs" in second.recovery.problems[0]
+    assert second.learner.policy == whole.learner.policy
+    assert len(second.requests) <= 12, "batches 3 and 4 come from the log"
+    assert (tmp_path / "run" / "state" / "broken-step-00000004").is_dir()
+
+
 def test_times_go_on_and_the_position_in_the_data_is_kept(tmp_path):
     first = Life(tmp_path, ends_after=37)
     first.run()
