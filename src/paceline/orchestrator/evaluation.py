@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from paceline.config import Config
 from paceline.orchestrator.fleet import Fleet, Sampling
 from paceline.orchestrator.journal import Journal, Rewards
-from paceline.types import Group, Prompt, Tokens
+from paceline.types import Group, Prompt
 
 
 async def evaluate(
@@ -16,8 +16,6 @@ async def evaluate(
     heldout: Sequence[Prompt],
     score: Callable[[Sequence[Group]], Awaitable[Rewards]],
     journal: Journal,
-    *,
-    decode: Callable[[Tokens], str] | None,
 ) -> None:
     """Record the mean reward on held-out prompts, sampled as configured."""
     settings, prompts = config.eval, heldout[: config.eval.num_prompts]
@@ -32,4 +30,4 @@ async def evaluate(
     with journal.stage("eval"):
         groups = await fleet.open(prompts, sampling).wait()
         rewards = await score(groups)
-    journal.evaluation(groups, rewards, decode=decode)
+    journal.evaluation(groups, rewards)

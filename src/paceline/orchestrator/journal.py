@@ -24,9 +24,18 @@ _LONGEST_TEXT = 2000
 class Journal:
     """Holds the metrics of the step now running; `end_step` reduces and writes them."""
 
-    def __init__(self, recorder: Recorder, *, step: int = 0, elapsed_s: float = 0.0) -> None:
-        """`step` and `elapsed_s` are those of the checkpoint that a run goes on from."""
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        step: int = 0,
+        elapsed_s: float = 0.0,
+        decode: Callable[[Tokens], str] | None = None,
+    ) -> None:
+        """`step` and `elapsed_s` are those of the checkpoint that a run goes on from. `decode` returns the text of a
+        response, for the few that are recorded at an evaluation; None: none are."""
         self.step = step
+        self._decode = decode
         self.metrics = Metrics()
         self._recorder = recorder
         self._differences = engine_counters.Differences()
@@ -153,15 +162,15 @@ class Journal:
         record = {"step": self.step, "time_s": self.elapsed_s(), "counts": list(counts)}
         self._recorder.write("mismatch", {**record, "engines": dict(engines), "worst": list(worst)})
 
-    def evaluation(self, groups: Sequence[Group], rewards: Rewards, *, decode: Callable[[Tokens], str] | None) -> None:
+    def evaluation(self, groups: Sequence[Group], rewards: Rewards) -> None:
         """Record the mean reward and length of held-out rollouts, and a few of them as texts if they can be decoded."""
         accuracy = Mean.of_known([reward for group_rewards in rewards for reward in group_rewards])
         length = Mean.of([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
         metrics = {"eval/accuracy": accuracy.value(), "eval/length_mean": length.value()}
         record = {"step": self.step, "time_s": self.elapsed_s()}
         self._recorder.write("eval", {**record, "metrics": metrics})
-        if decode is not None:
-            self._recorder.write("texts", {**record, "texts": _texts(groups, rewards, decode)})
+        if self._decode is not None:
+            self._recorder.write("texts", {**record, "texts": _texts(groups, rewards, self._decode)})
 
     def end_step(self, fleet: Fleet) -> None:
         self.metrics.add("fleet/engines", Max(len(fleet.engines)))

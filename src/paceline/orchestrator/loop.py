@@ -64,7 +64,7 @@ async def train(
 ) -> None:
     """Run all steps, or those after the checkpoint that `recovery` found; the policy is saved under `save_to`."""
     recovery = recovery or Recovery(None, config)
-    journal = Journal(recorder, step=recovery.step, elapsed_s=recovery.elapsed_s)
+    journal = Journal(recorder, step=recovery.step, elapsed_s=recovery.elapsed_s, decode=parts.decode)
     recovery.begin(journal, parts.drafter)
     # A few requests wait inside the engine, so that a slot that falls free is filled without a round trip.
     in_flight = config.rollout.engine.max_num_seqs * 9 // 8 + 1
@@ -199,6 +199,4 @@ class _Run:
         await push_policy(self.parts.sender, self.version, self.parts.members, self.journal)
 
     async def evaluate(self) -> None:
-        await evaluate(
-            self.config, self.fleet, self.parts.heldout, self.parts.score, self.journal, decode=self.parts.decode
-        )
+        await evaluate(self.config, self.fleet, self.parts.heldout, self.parts.score, self.journal)
