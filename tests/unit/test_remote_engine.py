@@ -1,4 +1,5 @@
-"""An engine behind its actor, without Ray: its times on the driver's clock, and how long a push may take."""
+"""An engine behind its actor, without Ray: its times on the driver's clock, how long a push may take, and every way in
+which Ray says that its process is gone."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray.exceptions as ray_errors
 
 from paceline.cluster import clock
 from paceline.cluster.clock import RemoteClock
-from paceline.cluster.proxies import RemoteEngine
+from paceline.cluster.proxies import RemoteEngine, RemoteLearner
 from paceline.cluster.resources import object_store_bytes
-from paceline.config import EngineConfig, load_config
-from paceline.types import DraftBin, EngineLostError, Receipt, Rollout
+from paceline.config import EngineConfig, LearnerConfig, load_config
+from paceline.types import DraftBin, EngineLostError, PacelineError, Receipt, Rollout
 from paceline.weights.message import Push
 
 FAR_S = 5000.0
@@ -36,6 +38,7 @@ class FakeActor:
         self._machine = machine
         self._delays_s = iter([0.2, 0.01, 0.1, 0.05])
         self.push_s = 0.0
+        self.submit = self.counters = Method(self._start)
         for name in ("start", "clock", "collect", "call", "receive"):
             setattr(self, name, Method(getattr(self, f"_{name}")))
 
@@ -136,6 +139,71 @@ def test_push_may_take_longer_than_other_calls() -> None:
     actor.push_s = 30
     with pytest.raises(EngineLostError, match="receive did not answer"):
         asyncio.run(hurried.receive(push))
+
+
+def raised_in_actor(error: Exception) -> ray_errors.RayError:
+    """The error as Ray hands it to the caller."""
+    return ray_errors.RayTaskError("EngineActor.submit", "Traceback ...", error).as_instanceof_cause()
+
+
+LOST = [
+    ray_errors.OutOfMemoryError("Task was killed due to the node running low on memory.\nMemory on the node ..."),
+    ray_errors.OutOfMemoryError(""),
+    ray_errors.ActorDiedError(),
+    ray_errors.ActorUnavailableError("The actor is temporarily unavailable", b"a" * 16),
+    ray_errors.WorkerCrashedError(),
+    ray_errors.NodeDiedError("the node died"),
+    ray_errors.LocalRayletDiedError(),
+    ray_errors.ObjectLostError("a" * 56, None, ""),
+    ray_errors.OwnerDiedError("a" * 56, None, ""),
+    ray_errors.ObjectFetchTimedOutError("a" * 56, None, ""),
+    ray_errors.OutOfDiskError("no space left"),
+    ray_errors.ActorUnschedulableError("no node has room"),
+    ray_errors.ActorPlacementGroupRemoved(),
+    ray_errors.RaySystemError(OSError("connection reset")),
+    raised_in_actor(ray_errors.ObjectLostError("a" * 56, None, "")),
+    raised_in_actor(MemoryError()),
+    raised_in_actor(OSError(12, "Cannot allocate memory")),
+    raised_in_actor(EngineLostError("engine-0", "EngineCore died")),
+]
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
+def test_every_way_to_lose_a_process_is_the_loss_of_one_engine(error: Exception) -> None:
+    """An engine that was killed for memory ended the whole run: Ray's error for that is no RayActorError."""
+    engine, actor = engine_on("far")
+
+    async def submit(_: Any) -> None:
+        raise error
+
+    actor.submit = Method(submit)
+    with pytest.raises(EngineLostError) as lost:
+        asyncio.run(engine.submit([]))
+    assert lost.value.engine == "engine-0" and lost.value.why
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
+def test_lost_learner_is_an_error_that_says_so(error: Exception) -> None:
+    async def counters() -> None:
+        raise error
+
+    actor, other = FakeActor("far"), FakeActor("far")
+    actor.counters, other.counters = Method(counters), Method(counters)
+    learner = RemoteLearner([actor, other], LearnerConfig())
+    with pytest.raises(PacelineError, match="the learner is lost: "):
+        asyncio.run(learner.counters())
+
+
+def test_mistake_in_a_request_is_no_loss_of_an_engine() -> None:
+    """Each engine in turn would be given up for it."""
+    engine, actor = engine_on("far")
+
+    async def submit(_: Any) -> None:
+        raise raised_in_actor(ValueError("prompt_ids: got 9 tokens"))
+
+    actor.submit = Method(submit)
+    with pytest.raises(ValueError):  # noqa: PT011  Ray keeps the type, and puts the text into its own
+        asyncio.run(engine.submit([]))
 
 
 def test_object_store_grows_with_the_batch() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError, RayTaskError
 
 from paceline.cluster.clock import RemoteClock
 from paceline.config import Config, EngineConfig, LearnerConfig, SpeculationConfig
@@ -149,13 +149,11 @@ class RemoteEngine:
             return await asyncio.wait_for(_plain(answer), deadline_s)
         except TimeoutError:
             raise EngineLostError(self.name, f"{what} did not answer within {deadline_s:.0f} s") from None
-        except RayActorError as error:
-            raise EngineLostError(self.name, f"its process ended during {what}: {_first_line(error)}") from None
         except RayError as error:
-            lost = error.__cause__
-            if isinstance(lost, EngineLostError):
-                raise EngineLostError(self.name, lost.why) from None
-            raise
+            why = _why_lost(error, what)
+            if why is None:
+                raise
+            raise EngineLostError(self.name, why) from None
 
 
 class RemoteLearner:
@@ -225,8 +223,7 @@ class RemoteLearner:
 
     async def counters(self) -> Mapping[str, float]:
         """Summed over ranks."""
-        answers = [_plain(actor.counters.remote()) for actor in self.actors]
-        ranks = await asyncio.wait_for(asyncio.gather(*answers), self._config.deadline_s)
+        ranks = await self._every("counters")
         return {key: sum(counted[key] for counted in ranks) for key in ranks[0]}
 
     async def save(self, path: str) -> None:
@@ -245,18 +242,25 @@ class RemoteLearner:
             ray.kill(actor)
 
     async def _all(self, method: str, *args: Any) -> Any:
+        """The answer of rank 0."""
+        return (await self._every(method, *args))[0]
+
+    async def _every(self, method: str, *args: Any) -> Sequence[Any]:
         """Call every rank with the same arguments, each of them shipped once per node."""
         shared = [ray.put(arg) for arg in args]
         answers = [_plain(getattr(actor, method).remote(*shared)) for actor in self.actors]
         try:
-            return (await asyncio.wait_for(asyncio.gather(*answers), self._config.deadline_s))[0]
+            return await asyncio.wait_for(asyncio.gather(*answers), self._config.deadline_s)
         except TimeoutError:
             raise PacelineError(
                 f"the learner did not answer {method} within {self._config.deadline_s:.0f} s; "
                 "raise learner.deadline_s if it is only slow"
             ) from None
-        except RayActorError as error:
-            raise PacelineError(f"a learner process ended during {method}: {_first_line(error)}") from None
+        except RayError as error:
+            why = _why_lost(error, method)
+            if why is None:
+                raise
+            raise PacelineError(f"the learner is lost: {why}") from None
 
 
 class RemoteSender:
@@ -370,5 +374,24 @@ async def _plain(answer: Awaitable[T]) -> T:
     return await answer
 
 
+def _why_lost(error: RayError, what: str) -> str | None:
+    """Why a process has to be given up after this error; None if its code has raised it and the process is sound.
+
+    Ray has an error of its own for every way in which a process, its node or an answer of it can be lost, and they have
+    no base in common: an actor that is killed for memory raises no RayActorError. So all of Ray's own errors count, and
+    of those that the process itself has raised, the ones that say it can do nothing more.
+    """
+    if not isinstance(error, RayTaskError):
+        return f"its process ended during {what}: {_first_line(error)}"
+    cause: object = error.cause
+    if isinstance(cause, EngineLostError):
+        return cause.why
+    if isinstance(cause, RayError | MemoryError | OSError):
+        return f"{what} failed in its process: {_first_line(cause)}"
+    return None
+
+
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+    """Names the error too: some of Ray's say nothing else."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
