@@ -102,11 +102,20 @@ class EngineActor:
 
     async def trainer_start(self, settings: WorkerSettings) -> int:
         """Start the drafter-training process beside this engine, as a child with its cores or GPU; returns its id."""
-        self._trainer = TrainerProcess(settings)
+        try:
+            self._trainer = TrainerProcess(settings)
+        except OSError as error:  # which would say of an engine that it is lost
+            raise PacelineError(f"no process for drafter training: {error}") from error
         return self._trainer.pid
 
-    async def trainer_ready(self) -> bool:
-        return await asyncio.to_thread(self._trainer.wait_ready)
+    async def trainer_ready(self, wait_s: float) -> bool:
+        """Whether it could train; one that hangs at its start is ended."""
+        trainer = self._trainer
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(trainer.wait_ready), wait_s)
+        except TimeoutError:
+            await asyncio.to_thread(trainer.kill)
+            return False
 
     async def trainer_call(self, method: str) -> None:
         """lease, recall, kill."""

@@ -112,7 +112,9 @@ class RemoteEngine:
         return await self._answer("trainer_start", self.actor.trainer_start.remote(settings))
 
     async def trainer_ready(self) -> bool:
-        return await self._answer("trainer_ready", self.actor.trainer_ready.remote(), self._config.start_deadline_s)
+        wait_s = self._config.start_deadline_s
+        ready = self.actor.trainer_ready.remote(wait_s)
+        return await self._answer("trainer_ready", ready, wait_s + self._config.call_deadline_s)
 
     async def trainer_call(self, method: str) -> None:
         await self._answer(method, self.actor.trainer_call.remote(method))

@@ -7,15 +7,17 @@
      └─── publish, after the policy's sync ◀────┘     drift.py decides when, and notices a drafter that was lost
 
 Engines wait for nothing here but a recall. Judging and training are done on leased time; closing a round is a rename
-where one trainer has worked, and a mean of files where several have. Whatever fails on this side is an event in the
-metrics and costs the drafter's progress: the fleet goes on with the drafter that it has.
+where one trainer has worked, and a mean of files where several have. Whatever fails on this side is counted, told once
+as an event and costs the drafter's progress: the fleet goes on with the drafter that it has. What has failed is tried
+again at the next step, and after a few failures in a row training ends. Whatever the loop waits for has a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +31,8 @@ from paceline.orchestrator.members import Members
 from paceline.orchestrator.slots import Slots, Trainer
 from paceline.types import Group, Receipt
 
+_MAX_FAILURES = 3
+"""Failures of one thing in a row after which no drafter is trained any more: a full disk, a directory that is gone."""
 _ACCOUNTED = ("leasable_s", "leased_s", "training_s", "num_leases", "num_recalls", "num_kills", "num_crashes")
 
 
@@ -141,6 +145,12 @@ class OnlineDrafterTraining:
         """Round whose verdict was carried out."""
         self._off = False
         """Speculation was stopped for good."""
+        self._given_up = False
+        """Training was ended by its failures; engines speculate on with the drafter that they have."""
+        self._failures: Counter[str] = Counter()
+        """Failures in a row, by what failed."""
+        self._told: set[str] = set()
+        self._num_failures = self._last_failures = 0
         self._last = Account()
         self._update_cost_s = 0.0
 
@@ -151,7 +161,8 @@ class OnlineDrafterTraining:
             async with self._slots.running(journal):
                 yield
         finally:
-            self._store.close()
+            with self._contained("close"):
+                self._store.close()
 
     def on_work(self, engine: str) -> None:
         self._slots.on_work(engine)
@@ -168,7 +179,8 @@ class OnlineDrafterTraining:
 
     def open_phase(self) -> None:
         if self._config.mode == "idle":
-            self._slots.open(training_wanted=self._wanted())
+            with self._contained("open_phase"):
+                self._slots.open(training_wanted=self._wanted())
 
     async def end_generation(self) -> None:
         """Give back what the learner needs; slots of engines that stand apart from it may be leased on."""
@@ -177,15 +189,18 @@ class OnlineDrafterTraining:
     async def close_phase(self) -> None:
         """Wake every engine, then close the round if enough was trained in it."""
         await self._slots.recall(self._slots.names)
-        store = self._store
-        if store.fresh_tokens() >= self._config.round_tokens and store.round() in (self._judged, store.published()):
-            store.close_round()
-            store.forget()
-            self._slots.forgive_crashes()
+        if self._given_up:
+            return
+        with self._contained("close_round"):
+            store = self._store
+            if store.fresh_tokens() >= self._config.round_tokens and store.round() in (self._judged, store.published()):
+                store.close_round()
+                store.forget()
+                self._slots.forgive_crashes()
 
     async def train_inline(self) -> None:
         """In mode `inline`, lease every slot for as long as the config says."""
-        with self._journal.stage("draft"):
+        with self._journal.stage("draft"), self._contained("train_inline"):
             if self._config.mode != "inline" or not self._wanted():
                 return
             began_s = _now_s()
@@ -197,17 +212,22 @@ class OnlineDrafterTraining:
     async def publish(self, *, restarted: bool) -> None:
         """Send out a drafter that was found better. Restarted engines have the first one again and need the last."""
         self._lost.synced()
-        if restarted and self._off:
-            await self._sender.stop_speculation()
-        if restarted and self._store.published() and not self._off:
-            await self._send(self._store.published(), None)
+        with self._contained("publish_again"):
+            if restarted and self._off:
+                await self._sender.stop_speculation()
+            if restarted and self._store.published() and not self._off:
+                await self._send(self._store.published(), None)
+        with self._contained("publish"):
+            await self._publish_verdict()
+
+    async def _publish_verdict(self) -> None:
         number = self._store.round()
         verdict = self._store.verdict(number)
-        if self._off or verdict is None or number == self._judged:
+        if self._off or self._given_up or verdict is None or number == self._judged:
             return
-        self._judged = number
         began_s = _now_s()
         sent = verdict.publish and await self._send(number, verdict.after)
+        self._judged = number
         self._update_cost_s += _now_s() - began_s
         fields = self._update_fields(number, verdict)
         if sent:
@@ -223,6 +243,10 @@ class OnlineDrafterTraining:
 
     async def observe(self, groups: Sequence[Group], generation_s: float) -> None:
         """Follow the accepted length, and act on a drafter of which nothing is accepted."""
+        with self._contained("observe"):
+            await self._observe(groups, generation_s)
+
+    async def _observe(self, groups: Sequence[Group], generation_s: float) -> None:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         verifications = sum(rollout.num_verifications for rollout in rollouts)
         accepted = sum(rollout.num_accepted for rollout in rollouts)
@@ -240,6 +264,14 @@ class OnlineDrafterTraining:
 
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the step since the last call; writes the step's use of slots."""
+        found: Mapping[str, float] = {}
+        with self._contained("metrics"):
+            found = self._metrics()
+        failures, before = self._num_failures + self._slots.num_failures, self._last_failures
+        self._last_failures = failures
+        return {**found, "draft/failures": float(failures - before)}
+
+    def _metrics(self) -> Mapping[str, float]:
         account, last = self._account(), self._last
         step = {name: float(getattr(account, name) - getattr(last, name)) for name in _ACCOUNTED}
         recalls, account.recall_s = account.recall_s, []
@@ -260,7 +292,25 @@ class OnlineDrafterTraining:
         self._store.keep_in(file)
 
     def save(self, directory: Path, provenance: Provenance | None = None) -> None:
-        self._store.save(directory, provenance)
+        with self._contained("save"):
+            self._store.save(directory, provenance)
+
+    @contextmanager
+    def _contained(self, what: str) -> Iterator[None]:
+        """Whatever is raised inside ends here: a drafter may fail, a run may not."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  counted in draft/failures
+            self._num_failures += 1
+            self._failures[what] += 1
+            if what not in self._told:
+                self._told.add(what)
+                self._journal.event("drafter_training_failed", during=what, why=repr(error))
+            if self._failures[what] == _MAX_FAILURES and not self._given_up:
+                self._given_up = True
+                self._journal.event("drafter_training_given_up", during=what, failures=_MAX_FAILURES)
+        else:
+            self._failures[what] = 0
 
     def save_state(self, directory: Path) -> Mapping[str, Any]:
         self._store.copy_to(directory)
@@ -287,7 +337,7 @@ class OnlineDrafterTraining:
     def _wanted(self) -> bool:
         """Whether there is anything to train on, and a reason to."""
         worth_it = self._config.when == "always" or self._drift.decide().train
-        return self._store.has_documents() and not self._off and worth_it
+        return not self._off and not self._given_up and self._store.has_documents() and worth_it
 
     def _update_fields(self, number: int, verdict: Verdict) -> dict[str, Any]:
         return {

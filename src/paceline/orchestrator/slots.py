@@ -4,7 +4,9 @@
     drafter training ── open, recall ──┘      ▲                                                  │
                                               └──────────── what came of them, and the clock ────┘
 
-A slot is an engine's device together with the engine and the trainer that take turns on it.
+A slot is an engine's device together with the engine and the trainer that take turns on it. Whatever fails here is
+counted. A failure of a trainer costs its training; an engine that fails to sleep or to wake is lost, because nobody
+knows what it does, and rollouts that wait for it would wait for ever.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from paceline.types import EngineLostError
 
 _MAX_CRASHES = 3
 """Crashes in a row of one slot's trainers without a round closed in between; a new process will not help after that."""
+_WAKE_DEADLINE_S = 300.0
+"""An engine that has not come back from sleep or from its trainer by then is lost; every call on the way to it has a
+shorter deadline of its own."""
 _AWAKE = (LeaseState.BUSY, LeaseState.IDLE, LeaseState.LOST)
 _SPANS = {
     LeaseState.BUSY: "generate",
@@ -66,6 +71,9 @@ class Slots:
         self._trainers = dict(zip(self._engines, trainers, strict=True))
         self._leases = Leases(list(self._engines), config)
         self._crashes = dict.fromkeys(self._engines, 0)
+        self._told: set[str] = set()
+        self.num_failures = 0
+        """Errors that nobody foresaw, since the run began."""
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._spans: list[Span] = []
@@ -104,9 +112,17 @@ class Slots:
         self._event(engine, Event.DRAINED)
 
     async def awake(self, engine: str) -> None:
-        """Wait until the engine can take rollouts."""
-        while self._leases.state(engine) not in _AWAKE:
-            await self._changed.wait()
+        """Wait until the engine can take rollouts, or is lost."""
+        if self._leases.state(engine) in _AWAKE:
+            return
+        incarnation = self._members.incarnation(engine)
+        try:
+            async with asyncio.timeout(_WAKE_DEADLINE_S):
+                while self._leases.state(engine) not in _AWAKE:
+                    await self._changed.wait()
+        except TimeoutError:
+            why = f"was not awake {_WAKE_DEADLINE_S:.0f} s after it was called back from drafter training"
+            self._members.lose(engine, why, incarnation=incarnation)
 
     async def leased(self, engine: str) -> None:
         """Wait until the engine's trainer has its slot."""
@@ -174,6 +190,10 @@ class Slots:
                     await trainer.kill()
         except EngineLostError as lost:
             self._members.lose(engine, lost.why, incarnation=incarnation)
+        except Exception as error:  # noqa: BLE001  counted; the leases' timers go on without a trainer's answer
+            self._failed(action.name.lower(), error)
+            if action in (Action.SLEEP, Action.WAKE):
+                self._members.lose(engine, f"{action.name.lower()} failed: {error!r}", incarnation=incarnation)
 
     async def _start(self, engine: str) -> bool:
         """Whether the slot has a trainer that could train; its end, whenever it comes, is looked after."""
@@ -184,7 +204,9 @@ class Slots:
             return await self._trainers[engine].ready()
         except EngineLostError as lost:
             self._members.lose(engine, lost.why, incarnation=incarnation)
-            return False
+        except Exception as error:  # noqa: BLE001  counted; the slot has no trainer
+            self._failed("start", error)
+        return False
 
     async def _replace(self, engine: str) -> bool:
         self._crashes[engine] += 1
@@ -200,6 +222,9 @@ class Slots:
         except EngineLostError as lost:
             self._members.lose(engine, lost.why, incarnation=incarnation)
             return
+        except Exception as error:  # noqa: BLE001  counted; a trainer that cannot be watched is replaced
+            self._failed("watch", error)
+            why = repr(error)
         self._journal.event("trainer_lost", engine=engine, why=why)
         self._event(engine, Event.CRASHED)
 
@@ -228,7 +253,14 @@ class Slots:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._journal.event("slot_failed", why=repr(error))
+            self._failed("task", error)
+
+    def _failed(self, what: str, error: BaseException) -> None:
+        """Count a failure; the first of its kind is told."""
+        self.num_failures += 1
+        if what not in self._told:
+            self._told.add(what)
+            self._journal.event("slot_failed", during=what, why=repr(error))
 
 
 def _now_s() -> float:
