@@ -1,4 +1,4 @@
-"""Real Ray, real vLLM, a real learner: the loop survives an engine's death, and nothing survives the driver's."""
+"""Real Ray, real vLLM, a real learner: an engine that dies is replaced, and nothing survives the driver's death."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def wait_until(condition, seconds: float) -> bool:
     return condition()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
-def test_killed_engine_costs_no_group_and_no_process(tmp_path, monkeypatch, transport):
+@pytest.mark.parametrize(("transport", "killed"), [("shared_memory", "actor"), ("distributed", "EngineCore")])
+def test_killed_engine_costs_no_group_and_no_process_and_comes_back(tmp_path, monkeypatch, transport, killed):
     """SIGKILL of one of two engines in mid-rollout: every group still arrives once, on a policy that learner and engine
-    agree on.
+    agree on, and another engine in its place samples a later batch from that policy.
 
     On the CPU the distributed transport runs over gloo; the process group is made anew without the engine that is gone.
 
@@ -73,12 +73,17 @@ def test_killed_engine_costs_no_group_and_no_process(tmp_path, monkeypatch, tran
     seen: list[tuple[int, int]] = []
     orphans: list[psutil.Process] = []
 
+    healed = asyncio.Event()
+
     async def score(groups):
         seen.extend(rollout.key for group in groups for rollout in group.rollouts)
+        if len(seen) == 2 * 8 * 4:
+            await asyncio.wait_for(healed.wait(), 240)  # a start takes longer than these small steps
         return [[float(len(rollout.token_ids) % 2) for rollout in group.rollouts] for group in groups]
 
     async def work():
         async with start_cluster(config, model) as cluster:
+            cluster.members.on_joined(lambda engine: healed.set())
             victim = cluster.engines[0]
             taken = victim.collect
 
@@ -87,7 +92,8 @@ def test_killed_engine_costs_no_group_and_no_process(tmp_path, monkeypatch, tran
                 if not orphans:  # it has delivered something and has more to deliver
                     process = psutil.Process(victim.pid)
                     orphans.extend([process, *process.children(recursive=True)])
-                    os.kill(victim.pid, signal.SIGKILL)
+                    for doomed in orphans[:1] if killed == "actor" else orphans[1:]:
+                        os.kill(doomed.pid, signal.SIGKILL)
                 return rollouts
 
             victim.collect = collect_then_die
@@ -98,6 +104,7 @@ def test_killed_engine_costs_no_group_and_no_process(tmp_path, monkeypatch, tran
                 prompts=iter(prompts),
                 heldout=[],
                 score=score,
+                healer=cluster.healer,
             )
             await train(parts, config, recorder, save_to=str(tmp_path / "policy"))
             assert wait_until(lambda: all(gone(process) for process in orphans), 10), "vLLM outlived its actor"
@@ -109,6 +116,15 @@ def test_killed_engine_costs_no_group_and_no_process(tmp_path, monkeypatch, tran
     (lost,) = [event for event in records["event"] if event["what"] == "engine_lost"]
     assert lost["engine"] == "engine-0"
     assert lost["redispatched"] > 0
+    (back,) = [event for event in records["event"] if event["what"] == "engine_healed"]
+    assert back["engine"] == "engine-0#2"
+    assert [record["metrics"]["fleet/engines"] for record in records["step"]] == [1, 2, 2]
+    assert [record["metrics"]["engine/lost"] for record in records["step"]] == [1, 0, 0]
+    assert [record["metrics"]["engine/restarted"] for record in records["step"]] == [0, 1, 0]
+    last = records["rollouts"][-1]
+    assert {last["engines"][index] for index in last["engine"]} == {"engine-0#2", "engine-1"}
+    by_engine = records["mismatch"][-1]["engines"]
+    assert by_engine["engine-0#2"] < 1e-2, "it samples from another policy than the learner has"
     assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3]
     # A policy that did not arrive would show here: every update moves log-probabilities by far more.
     assert all(record["metrics"]["mismatch/k3"] < 1e-2 for record in records["step"])

@@ -139,12 +139,14 @@ def test_an_engine_is_told_to_sleep_and_to_wake_in_turns_on_every_path() -> None
     assert {state for state, *_ in seen} == set(LeaseState) - {LeaseState.LOST}
 
 
-def test_a_lost_engine_takes_its_worker_along_and_stays_lost() -> None:
+def test_a_lost_engine_takes_its_worker_along_and_stays_lost_until_another_takes_its_place() -> None:
     for state in set(LeaseState) - {LeaseState.LOST}:
         slot = Slot(state=state)
         assert slot.on(Event.LOST) == (Action.KILL,)
-        for event in Event:
+        for event in set(Event) - {Event.JOINED}:
             assert slot.on(event, slot.lease) == () and slot.state is LeaseState.LOST
+        slot.on(Event.LOST)
+        assert slot.on(Event.JOINED) == (Action.REPLACE,) and slot.state is LeaseState.IDLE, "rollouts of the lost one"
 
 
 def test_a_word_from_an_earlier_lease_is_not_heard() -> None:

@@ -1,12 +1,13 @@
 """The ledger: a rollout is counted exactly once, whatever dies."""
 
+from collections.abc import Sequence
+
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.orchestrator.ledger import MAX_ATTEMPTS, Ledger
-from paceline.types import PacelineError, Prompt, Rollout, RolloutRequest
+from paceline.orchestrator.ledger import MAX_LOSSES, Ledger
+from paceline.types import Prompt, Rollout, RolloutRequest
 
 PROMPT = Prompt(id="p", text="", token_ids=np.zeros(1, np.int32), row={})
 
@@ -35,10 +36,16 @@ def finished(request: RolloutRequest, engine: str) -> Rollout:
     )
 
 
+def take(ledger: Ledger, engine: str) -> RolloutRequest:
+    request = ledger.assign(engine)
+    assert request is not None
+    return request
+
+
 def test_group_is_handed_out_once_and_in_order_of_index():
     ledger = Ledger()
     open_group(ledger, 7, 2)
-    first, second = ledger.assign("a"), ledger.assign("b")
+    first, second = take(ledger, "a"), take(ledger, "b")
     assert ledger.accept(finished(second, "b"), "b")
     assert ledger.close(7) is None
     assert ledger.accept(finished(first, "a"), "a")
@@ -50,7 +57,7 @@ def test_group_is_handed_out_once_and_in_order_of_index():
 def test_second_delivery_of_a_rollout_is_not_counted():
     ledger = Ledger()
     open_group(ledger, 0, 2)
-    request = ledger.assign("a")
+    request = take(ledger, "a")
     assert ledger.accept(finished(request, "a"), "a")
     assert not ledger.accept(finished(request, "a"), "a")
     assert ledger.num_duplicates == 1
@@ -60,9 +67,9 @@ def test_second_delivery_of_a_rollout_is_not_counted():
 def test_late_delivery_of_a_lost_engine_does_not_displace_the_one_it_was_given_to():
     ledger = Ledger()
     open_group(ledger, 0, 1)
-    request = ledger.assign("a")
-    assert ledger.lose("a") == 1
-    assert ledger.assign("b").key == request.key
+    request = take(ledger, "a")
+    assert ledger.lose("a") == (1, None)
+    assert take(ledger, "b").key == request.key
     assert not ledger.accept(finished(request, "a"), "a")
     assert ledger.accept(finished(request, "b"), "b")
     group = ledger.close(0)
@@ -74,18 +81,54 @@ def test_longest_expected_rollouts_of_the_oldest_batch_leave_first():
     open_group(ledger, 0, 1, batch=1, expected=900)
     open_group(ledger, 1, 1, batch=0, expected=10)
     open_group(ledger, 2, 1, batch=0, expected=500)
-    assert [ledger.assign("a").group_id for _ in range(3)] == [2, 1, 0]
+    assert [take(ledger, "a").group_id for _ in range(3)] == [2, 1, 0]
 
 
-def test_a_prompt_that_loses_engine_after_engine_stops_the_run():
+def lose_with(ledger: Ledger, engines: Sequence[str]) -> None:
+    """Give all that is pending to each of these engines, which dies with it."""
+    for engine in engines:
+        while ledger.num_pending and ledger.assign(engine) is not None:
+            pass
+        ledger.lose(engine)
+
+
+def test_a_prompt_that_loses_engine_after_engine_is_dropped_with_its_group_alone():
     ledger = Ledger()
-    open_group(ledger, 0, 1)
-    for attempt in range(MAX_ATTEMPTS - 1):
-        ledger.assign(f"engine-{attempt}")
-        ledger.lose(f"engine-{attempt}")
-    ledger.assign("last")
-    with pytest.raises(PacelineError, match="'p' was on 3 engines"):
-        ledger.lose("last")
+    open_group(ledger, 0, 2)
+    open_group(ledger, 1, 2)
+    lose_with(ledger, [f"e{number}" for number in range(MAX_LOSSES)])
+    assert ledger.num_pending == 4
+    suspect = take(ledger, "last")
+    assert ledger.assign("last") is None, "a second suspect on the same engine: nobody could say which of them it was"
+    other = take(ledger, "other")
+    redispatched, dropped = ledger.lose("last")
+    assert redispatched == 0
+    assert dropped is not None and (dropped.group_id, dropped.num_done, dropped.num_rollouts) == (0, 0, 2)
+    assert suspect.group_id == other.group_id == 0
+    assert not ledger.accept(finished(other, "other"), "other"), "of a group that is no more"
+    assert ledger.load("other") == 0
+    for _ in range(2):
+        request = take(ledger, "other")
+        assert request.group_id == 1 and ledger.accept(finished(request, "other"), "other")
+    assert ledger.close(1) is not None
+    assert (ledger.num_pending, ledger.num_assigned) == (0, 0)
+
+
+def test_suspects_wait_until_no_other_rollout_would_die_with_them():
+    ledger = Ledger()
+    open_group(ledger, 0, 1, expected=900)
+    lose_with(ledger, ["a", "b"])
+    open_group(ledger, 1, 1, batch=1)
+    assert [take(ledger, "c").group_id for _ in range(2)] == [1, 0]
+
+
+def test_suspect_that_is_done_is_innocent():
+    ledger = Ledger()
+    open_group(ledger, 0, 2)
+    lose_with(ledger, ["a", "b"])
+    first = take(ledger, "c")
+    assert ledger.accept(finished(first, "c"), "c")
+    assert take(ledger, "c").key != first.key
 
 
 @settings(deadline=None, max_examples=200)
@@ -96,11 +139,12 @@ def test_no_order_of_events_loses_or_doubles_a_rollout(events):
         open_group(ledger, group_id, 3)
     held: dict[str, list[RolloutRequest]] = {f"e{i}": [] for i in range(4)}
     taken: list[tuple[int, int]] = []
-    losses = 0
+    gone: set[int] = set()
     for what, which in events:
         engine = f"e{which}"
         if what == "assign" and ledger.num_pending:
-            held[engine].append(ledger.assign(engine))
+            if (request := ledger.assign(engine)) is not None:
+                held[engine].append(request)
         elif what == "finish" and held[engine]:
             request = held[engine].pop()
             assert ledger.accept(finished(request, engine), engine)
@@ -111,10 +155,15 @@ def test_no_order_of_events_loses_or_doubles_a_rollout(events):
                 group_id=key[0], index=key[1], prompt_ids=PROMPT.token_ids, max_tokens=1, temperature=1.0
             )
             assert not ledger.accept(finished(request, engine), engine)
-        elif what == "lose" and losses < MAX_ATTEMPTS - 1:
-            losses += 1
-            assert ledger.lose(engine) == len(held[engine])
-            held[engine] = []
+        elif what == "lose":
+            redispatched, dropped = ledger.lose(engine)
+            lost, held[engine] = held[engine], []
+            if dropped is not None:
+                gone.add(dropped.group_id)
+                assert any(request.group_id == dropped.group_id for request in lost)
+                held = {e: [r for r in rs if r.group_id != dropped.group_id] for e, rs in held.items()}
+            assert redispatched == sum(request.group_id not in gone for request in lost)
     assert len(set(taken)) == len(taken)
-    assert ledger.num_pending + sum(map(len, held.values())) + len(taken) == 12
+    kept = [key for key in taken if key[0] not in gone]
+    assert ledger.num_pending + sum(map(len, held.values())) + len(kept) == 12 - 3 * len(gone)
     assert all(ledger.load(engine) == len(requests) for engine, requests in held.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.orchestrator.members import Members
+from paceline.orchestrator.members import Members, life_name, place_of
 from paceline.plan.simulate import SimulatedEngine
 
 
@@ -34,22 +34,42 @@ def test_a_listener_finds_the_engine_gone_already(members: Members) -> None:
     assert alive == [False]
 
 
-def test_an_engine_that_is_back_has_the_next_incarnation(members: Members) -> None:
-    assert members.incarnation("a") == 0
+def test_an_engine_that_takes_a_lost_ones_place_is_told_to_every_listener(members: Members) -> None:
+    told: list[str] = []
+    members.on_joined(lambda engine: told.append(engine.name))
     members.lose("a", "killed")
-    assert members.join(engine("a")) == 1
-    assert members.is_alive("a", incarnation=1) and not members.is_alive("a", incarnation=0)
-    assert members.names == ["b", "a"]
+    members.join(engine("a#2"))
+    assert told == ["a#2"] and members.names == ["b", "a#2"]
 
 
-def test_news_about_an_earlier_incarnation_is_ignored(members: Members) -> None:
-    members.lose("a", "killed", incarnation=0)
-    members.join(engine("a"))
-    assert not members.lose("a", "a call to the first one timed out", incarnation=0)
-    assert members.is_alive("a")
-    assert members.lose("a", "killed", incarnation=1)
+def test_news_about_an_earlier_life_is_ignored(members: Members) -> None:
+    members.lose("a", "killed")
+    members.join(engine("a#2"))
+    assert not members.lose("a", "a call to the first one timed out")
+    assert members.is_alive("a#2")
 
 
-def test_names_are_unique_among_the_living(members: Members) -> None:
-    with pytest.raises(AssertionError, match="alive"):
+def test_no_name_is_used_twice_and_no_place_holds_two(members: Members) -> None:
+    with pytest.raises(AssertionError, match="taken"):
+        members.join(engine("a#2"))
+    members.lose("a", "killed")
+    with pytest.raises(AssertionError, match="unique"):
         members.join(engine("a"))
+
+
+def test_there_is_hope_while_a_lost_engine_may_come_back(members: Members) -> None:
+    told: list[bool] = []
+    members.on_hopeless(lambda: told.append(members.hopeless))
+    members.healed = True
+    members.lose("a", "killed")
+    members.lose("b", "killed")
+    assert not members.hopeless
+    members.give_up("a")
+    assert not members.hopeless and not told
+    members.give_up("b")
+    assert told == [True]
+
+
+def test_names_of_lives() -> None:
+    assert [life_name("engine-3", life) for life in (1, 2)] == ["engine-3", "engine-3#2"]
+    assert {place_of(name) for name in ("engine-3", "engine-3#2", "engine-3#12")} == {"engine-3"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.proxies import RemoteSender
+from paceline.cluster.sender import RemoteSender
 from paceline.config import EngineConfig
 from paceline.orchestrator.members import Members
 from paceline.types import EngineLostError, PacelineError, Receipt
@@ -24,6 +24,15 @@ class FakeLearner:
         self.transmitted = 0
         self.broken: str | None = None
         self.absent: str | None = None
+        self.version = 0
+        """Names the policy that it has."""
+        self.pushed = asyncio.Event()
+        self.still = asyncio.Lock()
+
+    async def update(self) -> None:
+        async with self.still:
+            self.pushed.clear()
+            self.version += 1
 
     async def host_group(self, num_workers: int, timeout_s: float) -> GroupAddress:
         self.sizes.append(num_workers)
@@ -35,6 +44,7 @@ class FakeLearner:
 
     async def stage(self, version: int) -> Push:
         name = f"g{len(self.sizes)}"
+        assert version == self.version or not self.version, "another policy is labelled with this version"
         return Push(version=version, target="policy", transport="distributed", channel=name, entries=())
 
     async def transmit(self) -> str | None:
@@ -46,6 +56,7 @@ class FakeEngine:
     def __init__(self, name: str) -> None:
         self.name = name
         self.dies_in_join = False
+        self.config = EngineConfig()
         self.joined: tuple[str, int] = ("", 0)
         self.received: list[int] = []
 
@@ -109,17 +120,67 @@ def test_group_is_made_anew_without_an_engine_that_was_lost() -> None:
     assert scene.engines[2].joined == ("g2", 2)
 
 
-def test_group_is_made_anew_for_an_engine_that_came_back_or_was_restarted() -> None:
-    """Its new process has joined nothing, although its name is the same."""
+def test_group_is_made_anew_for_engines_that_were_restarted() -> None:
+    """Their new processes have joined nothing, although their names are the same."""
     scene = Scene()
     scene.send(1)
-    scene.members.lose("engine-2", "killed")
-    member: Any = scene.engines[2]
-    scene.members.join(member)
+    scene.sender.engines_restarted(EngineConfig())
     assert all(receipt.ok for receipt in scene.send(2).values())
-    scene.sender.engines_restarted()
-    assert all(receipt.ok for receipt in scene.send(3).values())
-    assert scene.learner.sizes == [3, 3, 3]
+    assert scene.learner.sizes == [3, 3]
+
+
+@pytest.mark.parametrize("transport", ["distributed", "shared_memory"])
+def test_engine_that_takes_a_lost_ones_place_gets_the_last_policy_and_is_in_every_later_push(transport: str) -> None:
+    scene = Scene(transport=transport)
+    scene.send(1)
+    scene.members.lose("engine-1", "killed")
+    new: Any = FakeEngine("engine-1#2")
+    if transport == "shared_memory":
+        new.joined = ("g0", 0)
+    assert asyncio.run(scene.sender.catch_up(new)).version == 1
+    assert new.received == [1] and scene.engines[0].received == [1], "the others have it"
+    assert scene.members.is_alive("engine-1#2")
+    assert set(scene.send(2)) == {"engine-0", "engine-2", "engine-1#2"}
+    if transport == "distributed":
+        assert scene.learner.sizes == [3, 1, 3]
+
+
+def test_engine_that_did_not_take_the_policy_does_not_join() -> None:
+    scene = Scene(transport="shared_memory")
+    scene.send(1)
+    scene.members.lose("engine-1", "killed")
+    new: Any = FakeEngine("engine-1#2")  # refuses
+    assert not asyncio.run(scene.sender.catch_up(new)).ok
+    assert scene.members.names == ["engine-0", "engine-2"]
+
+
+def test_engine_that_comes_back_during_an_update_waits_for_its_push() -> None:
+    """What the learner has then is no version yet; labelled with the last one it would be sampled from as that."""
+    scene = Scene()
+    new: Any = FakeEngine("engine-1#2")
+
+    async def work() -> None:
+        await scene.sender.send(0)
+        scene.members.lose("engine-1", "killed")
+        await scene.learner.update()
+        catching_up = asyncio.create_task(scene.sender.catch_up(new))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not new.received
+        await scene.sender.send(1)
+        assert (await catching_up).version == 1
+
+    asyncio.run(work())
+
+
+def test_engine_that_started_before_the_precision_was_changed_does_not_join() -> None:
+    scene = Scene(transport="shared_memory")
+    scene.send(1)
+    scene.members.lose("engine-1", "killed")
+    scene.sender.engines_restarted(EngineConfig(dtype="float32"))
+    new: Any = FakeEngine("engine-1#2")
+    with pytest.raises(EngineLostError, match="precision"):
+        asyncio.run(scene.sender.catch_up(new))
 
 
 def test_engine_that_dies_while_the_group_is_made_is_lost_and_the_others_get_the_push() -> None:

@@ -83,6 +83,9 @@ class EngineActor:
         """Make the engine's workers members of the sender's process group; returns why it failed."""
         return await join(self._engine, address, first_rank)
 
+    async def heartbeat(self) -> None:
+        await self._engine.heartbeat()
+
     async def clock(self) -> tuple[str, float]:
         """The machine that this actor runs on, and the time on its monotonic clock."""
         return this_machine(), time.monotonic()

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paceline.cluster import reaper
 from paceline.cluster.actors import EngineActor, LearnerActor
 from paceline.cluster.layout import ClusterLayout, plan
-from paceline.cluster.proxies import (
-    CLOSE_DEADLINE_S,
-    RemoteEngine,
-    RemoteLearner,
-    RemoteSender,
-)
+from paceline.cluster.proxies import CLOSE_DEADLINE_S, RemoteEngine, RemoteLearner
 from paceline.cluster.resources import cluster_nodes, object_store_bytes
+from paceline.cluster.sender import RemoteSender
 from paceline.cluster.trainers import RemoteTrainer, RoundSender
 from paceline.config import Config, EngineConfig, LearnedDrafter, SpeculationConfig
 from paceline.drafters.checkpoint import read_taps, with_own_embeddings
@@ -48,9 +45,10 @@ from paceline.drafters.worker import WorkerSettings, documents_in
 from paceline.files import private_directory
 from paceline.learner.hidden_states import HiddenStateWriterSettings
 from paceline.orchestrator.drafter_training import OnlineDrafterTraining
-from paceline.orchestrator.members import Members
+from paceline.orchestrator.healing import Healing
+from paceline.orchestrator.members import Members, place_of
 from paceline.orchestrator.online_drafter import Off, OnlineDrafter
-from paceline.types import PacelineError
+from paceline.types import Engine, PacelineError, Receipt
 
 _ABANDON_DEADLINE_S = 1.0
 """An interrupted run does not wait for farewells; what has not said one by then is killed."""
@@ -59,32 +57,94 @@ _ROOM_DEADLINE_S = 60.0
 
 
 class Cluster:
-    """The actors of one run."""
+    """The actors of one run, and healing.Restarter for its engines."""
 
     def __init__(
         self,
-        engines: Sequence[RemoteEngine],
+        engines: EngineRoom,
         learner: RemoteLearner,
         sender: RemoteSender,
         members: Members,
+        *,
+        max_restarts: int,
         drafter: OnlineDrafter | None = None,
         trainers: Sequence[RemoteTrainer] = (),
     ) -> None:
-        self.engines = engines
+        self._room = engines
         self.learner = learner
         self.sender = sender
         self.members = members
         self.drafter = drafter or Off()
         self.trainers = trainers
+        self.healer = Healing(members, self, max_restarts=max_restarts)
+
+    @property
+    def engines(self) -> list[RemoteEngine]:
+        """The present or last engine of every place."""
+        return list(self._room.engines.values())
+
+    async def beat(self, engine: Engine) -> None:
+        await self._room.engines[place_of(engine.name)].heartbeat()
+
+    async def start(self, name: str) -> Engine:
+        return await self._room.start_again(name)
+
+    async def catch_up(self, engine: Engine) -> Receipt:
+        return await self.sender.catch_up(self._room.engines[place_of(engine.name)])
 
     async def raise_precision(self, config: EngineConfig, raised: bool) -> None:
         """Start every engine again, in full precision or as configured. One that does not come back refuses the push
         that follows, which is when the fleet goes on without it."""
-        chosen = config.in_full_precision if raised else config
+        chosen = self._room.config = config.in_full_precision if raised else config
         await self.learner.stage_for(chosen)
         alive = [engine for engine in self.engines if self.members.is_alive(engine.name)]
         await asyncio.gather(*(engine.restart(chosen) for engine in alive), return_exceptions=True)
-        self.sender.engines_restarted()
+        self.sender.engines_restarted(chosen)
+
+
+class EngineRoom:
+    """The places of a run's engines: starts the first engine of each, and later ones in the same bundle."""
+
+    def __init__(self, config: Config, layout: ClusterLayout, group: PlacementGroup) -> None:
+        self.config = config.rollout.engine
+        """What engines are started with."""
+        self._run = config
+        self._layout = layout
+        self._group = group
+        cores, gpu = sorted(os.sched_getaffinity(0)), layout.device == "gpu"
+        num_engines = len(layout.engines)
+        self.cores = [None if gpu else _share(cores, index, num_engines) for index in range(num_engines)]
+        """Cores of each engine; None leaves them to the system."""
+        self.engines = {name: self._create(name) for name in (f"engine-{index}" for index in range(num_engines))}
+        """The present or last engine of every place."""
+
+    async def start(self, name: str, model_path: Path) -> None:
+        self._model_path = model_path
+        index = self._index(name)
+        place, _, life = name.partition("#")
+        # Another seed for each life: an engine that samples what its predecessor has sampled would explore nothing.
+        seed = self._run.run.seed * 1000 + index + 1_000_000 * (int(life or 1) - 1)
+        speculation, device = self._run.speculation, self._layout.device
+        await self.engines[place].start(str(model_path), seed, self.cores[index], speculation, device)
+
+    async def start_again(self, name: str) -> RemoteEngine:
+        """Start an engine in the place of a lost one, whose process has to be gone before there is room."""
+        place = place_of(name)
+        await self.engines[place].close()
+        engine = self.engines[place] = self._create(name)
+        try:
+            await self.start(name, self._model_path)
+        except BaseException:
+            ray.kill(engine.actor)
+            raise
+        return engine
+
+    def _create(self, name: str) -> RemoteEngine:
+        bundle = self._layout.engines[self._index(name)]
+        return RemoteEngine(name, create(EngineActor, self._layout, self._group, bundle), self.config)
+
+    def _index(self, name: str) -> int:
+        return int(place_of(name).removeprefix("engine-"))
 
 
 @asynccontextmanager
@@ -97,13 +157,16 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
             _check_training(config, layout)
             config = _with_own_embeddings(config, model_path, directory)
         group = reserve(layout)
-        engines, learner = _create_actors(config, layout, group)
+        engines = EngineRoom(config, layout, group)
+        ranks = [create(LearnerActor, layout, group, index, rank) for rank, index in enumerate(layout.ranks)]
+        learner = RemoteLearner(ranks, config.learner)
         deadline_s = _ABANDON_DEADLINE_S
         try:
             yield await _start_actors(config, layout, model_path, engines, learner, directory)
             deadline_s = CLOSE_DEADLINE_S
         finally:
-            await asyncio.gather(*(part.close(deadline_s) for part in (*engines, learner)), return_exceptions=True)
+            parts = (*engines.engines.values(), learner)
+            await asyncio.gather(*(part.close(deadline_s) for part in parts), return_exceptions=True)
             remove_placement_group(group)
 
 
@@ -130,18 +193,14 @@ async def _start_actors(
     config: Config,
     layout: ClusterLayout,
     model_path: Path,
-    engines: Sequence[RemoteEngine],
+    room: EngineRoom,
     learner: RemoteLearner,
     directory: Path | None,
 ) -> Cluster:
     """Start engines and learner at the same time. `directory` is for drafter training."""
     cores = sorted(os.sched_getaffinity(0))
     gpu = layout.device == "gpu"
-    shares = [None if gpu else _share(cores, index, len(engines)) for index in range(len(engines))]
-    starting = [
-        engine.start(str(model_path), config.run.seed * 1000 + index, shares[index], config.speculation, layout.device)
-        for index, engine in enumerate(engines)
-    ]
+    starting = [room.start(name, model_path) for name in room.engines]
     threads = None if gpu else config.learner.cpus or max(1, len(cores) // config.learner.world_size)
     learner_cores = (
         None if gpu or config.learner.cpus is None else cores[: config.learner.cpus * config.learner.world_size]
@@ -160,15 +219,17 @@ async def _start_actors(
         )
     )
     await asyncio.gather(*starting)
+    engines = list(room.engines.values())
     members = Members(engines)
+    max_restarts = config.rollout.max_restarts
     if directory is None:
         sender = RemoteSender(learner, engines, members, config.rollout.engine, transport)
-        return Cluster(engines, learner, sender, members)
+        return Cluster(room, learner, sender, members, max_restarts=max_restarts)
     speculation, checkpoint = _trained_drafter(config)
     sender = RemoteSender(learner, engines, members, config.rollout.engine, transport, checkpoint)
     trainers = [
         RemoteTrainer(
-            engine,
+            partial(room.engines.__getitem__, engine.name),
             WorkerSettings(
                 name=engine.name,
                 drafter=checkpoint,
@@ -180,17 +241,17 @@ async def _start_actors(
                 seed=config.run.seed,
             ),
         )
-        for engine, share in zip(engines, shares, strict=True)
+        for engine, share in zip(engines, room.cores, strict=True)
     ]
     apart = [
         engine.name
-        for engine, share in zip(engines, shares, strict=True)
+        for engine, share in zip(engines, room.cores, strict=True)
         if share is None or not set(share) & set(learner_cores or cores)
     ]
     store = FileStore(directory, checkpoint, members.names, speculation)
     drafter_sender = RoundSender(sender, store.rounds)
     drafter = OnlineDrafterTraining(members, trainers, drafter_sender, store, speculation.training, apart=apart)
-    return Cluster(engines, learner, sender, members, drafter, trainers)
+    return Cluster(room, learner, sender, members, max_restarts=max_restarts, drafter=drafter, trainers=trainers)
 
 
 def training_directory(config: Config) -> Path | None:
@@ -320,17 +381,6 @@ def create(actor: type, layout: ClusterLayout, group: PlacementGroup, index: int
     num_gpus = layout.bundles[index].num_gpus
     options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy, "max_restarts": 0}
     return ray.remote(actor).options(**options).remote(*args)
-
-
-def _create_actors(
-    config: Config, layout: ClusterLayout, group: PlacementGroup
-) -> tuple[list[RemoteEngine], RemoteLearner]:
-    engines = [
-        RemoteEngine(f"engine-{number}", create(EngineActor, layout, group, index), config.rollout.engine)
-        for number, index in enumerate(layout.engines)
-    ]
-    ranks = [create(LearnerActor, layout, group, index, rank) for rank, index in enumerate(layout.ranks)]
-    return engines, RemoteLearner(ranks, config.learner)
 
 
 def _share(cores: Sequence[int], index: int, num_engines: int) -> list[int]:

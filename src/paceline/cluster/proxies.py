@@ -1,4 +1,4 @@
-"""The actors of a run as the loop sees them: engine, learner and sender.
+"""The actors of a run as the loop sees them: engine and learner. Their sender is in sender.py.
 
 Every call to an actor has a deadline, because Ray calls a stopped process alive.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from paceline.config import Config, EngineConfig, LearnerConfig, SpeculationConf
 from paceline.devices import Transport
 from paceline.drafters.worker import WorkerSettings
 from paceline.learner.hidden_states import HiddenStateWriterSettings
-from paceline.orchestrator.members import Members
 from paceline.types import (
     DeviceKind,
     DraftBin,
@@ -41,6 +40,7 @@ _POLL_S = 10.0
 """An engine answers `collect` at least this often, with nothing if nothing has finished: silence means that it is
 lost."""
 CLOSE_DEADLINE_S = 8.0
+_NO_DEADLINE_S = 1e6
 
 
 class RemoteEngine:
@@ -52,6 +52,7 @@ class RemoteEngine:
         self.pid = 0
         self._config = config
         self._clock = RemoteClock()
+        self._closing: asyncio.Task[None] | None = None
 
     async def start(
         self,
@@ -71,6 +72,15 @@ class RemoteEngine:
         await self._answer(
             "restart", self.actor.restart.remote(config), config.start_deadline_s + config.call_deadline_s
         )
+
+    @property
+    def config(self) -> EngineConfig:
+        """What it was started with."""
+        return self._config
+
+    async def heartbeat(self) -> None:
+        """Return when the engine has shown that it lives. Whoever asks decides how long that may take."""
+        await self._answer("heartbeat", self.actor.heartbeat.remote(), _NO_DEADLINE_S)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         await self._answer("submit", self.actor.submit.remote(list(requests)))
@@ -136,6 +146,11 @@ class RemoteEngine:
         return [self._clock.draft_bin(item) for item in bins]
 
     async def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
+        """End the actor; a second call waits for the first, which may still be ending what belongs to the actor."""
+        self._closing = self._closing or asyncio.create_task(self._close(deadline_s))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, deadline_s: float) -> None:
         with suppress(PacelineError):  # it is killed next in either case
             await self._answer("close", self.actor.call.remote("close"), deadline_s)
         ray.kill(self.actor)
@@ -164,6 +179,10 @@ class RemoteLearner:
     def __init__(self, actors: Sequence[Any], config: LearnerConfig) -> None:
         self.actors = actors
         self._config = config
+        self.pushed = asyncio.Event()
+        """The policy is the one that engines were given last."""
+        self.still = asyncio.Lock()
+        """Whoever holds it finds the policy as it is until it lets go."""
 
     async def start(
         self,
@@ -200,13 +219,17 @@ class RemoteLearner:
         return await self._all("logp", list(samples), False)
 
     async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
-        return await self._all("update", list(samples))
+        async with self.still:
+            self.pushed.clear()
+            return await self._all("update", list(samples))
 
     async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
         return await self._all("calibrate", list(samples), version)
 
     async def stage_for(self, engine: EngineConfig) -> None:
-        await self._all("stage_for", engine)
+        async with self.still:
+            self.pushed.clear()
+            await self._all("stage_for", engine)
 
     async def stage(self, version: int) -> Push:
         return await self._all("stage", version)
@@ -263,112 +286,6 @@ class RemoteLearner:
             if why is None:
                 raise
             raise PacelineError(f"the learner is lost: {why}") from None
-
-
-class RemoteSender:
-    """types.Sender: the learner stages a version once, and all engines take it at the same time.
-
-    Over the distributed transport the learner and the engines' workers form a process group. It is made before the
-    first push, and anew when the members have changed, an engine was started again or a broadcast failed.
-    """
-
-    def __init__(
-        self,
-        learner: RemoteLearner,
-        engines: Sequence[RemoteEngine],
-        members: Members,
-        config: EngineConfig,
-        transport: Transport,
-        drafter: Path | None = None,
-    ) -> None:
-        """`members` says which of the engines are alive; `drafter` is the checkpoint of their drafter, if it is
-        trained."""
-        self._learner = learner
-        self._engines = {engine.name: engine for engine in engines}
-        self._members = members
-        self._config = config
-        self._transport = transport
-        self._drafter = drafter
-        self._group: list[tuple[str, int]] = []
-        """Names and incarnations of the engines in the process group; none while it has to be made."""
-        self._one_push = asyncio.Lock()
-
-    async def send(self, version: int) -> Sequence[Receipt]:
-        return await self._send(version, lambda: self._learner.stage(version))
-
-    async def send_drafter(self, file: Path, version: int) -> Sequence[Receipt]:
-        """Send the engines' drafter with the trained tensors of `file` in it."""
-        assert self._drafter is not None
-        weights = self._drafter / "model.safetensors"
-        return await self._send(version, lambda: self._learner.stage_drafter(weights, file, version))
-
-    async def stop_speculation(self) -> None:
-        # An engine that does not answer is lost, and the fleet finds that out at its next call.
-        await asyncio.gather(*(engine.stop_speculation() for engine in self._alive()), return_exceptions=True)
-
-    def engines_restarted(self) -> None:
-        """Make the group anew: the engines' new processes have not joined it."""
-        self._group = []
-
-    def _alive(self) -> list[RemoteEngine]:
-        return [self._engines[name] for name in self._members.names]
-
-    async def _send(self, version: int, stage: Callable[[], Awaitable[Push]]) -> Sequence[Receipt]:
-        async with self._one_push:
-            engines = self._alive()
-            lost = await self._make_group(engines, version) if self._transport == "distributed" else []
-            gone = {receipt.engine for receipt in lost}
-            push = await stage()
-            transmitting = asyncio.create_task(self._learner.transmit())
-            receipts = await asyncio.gather(
-                *(self._deliver(engine, push) for engine in engines if engine.name not in gone)
-            )
-            if await transmitting is not None:  # the refusals of the engines say why
-                self._group = []
-            return [*lost, *receipts]
-
-    async def _make_group(self, engines: Sequence[RemoteEngine], version: int) -> list[Receipt]:
-        """Make the process group unless it is as it should be. Returns a receipt for each engine that was lost on the
-        way."""
-        lost: list[Receipt] = []
-        while True:
-            gone = {receipt.engine for receipt in lost}
-            left = [engine for engine in engines if engine.name not in gone]
-            wanted = [(engine.name, self._members.incarnation(engine.name)) for engine in left]
-            if wanted == self._group:
-                return lost
-            workers = self._config.tensor_parallel_size
-            # A worker must refuse what does not arrive before its engine's own deadline gives the engine up.
-            timeout_s = self._config.push_deadline_s / 2
-            address = await self._learner.host_group(len(left) * workers, timeout_s)
-            joining = [self._join(engine, address, 1 + i * workers, version) for i, engine in enumerate(left)]
-            answers = await asyncio.gather(self._learner.join_group(), *joining)
-            missing = [answer for answer in answers if isinstance(answer, Receipt)]
-            problems = [answer for answer in answers if isinstance(answer, str)]
-            if problems and not missing:
-                raise PacelineError(f"weights: learner and engines did not meet in a process group: {problems[0]}")
-            lost.extend(missing)
-            self._group = [] if missing else wanted
-
-    async def _join(
-        self, engine: RemoteEngine, address: GroupAddress, first_rank: int, version: int
-    ) -> Receipt | str | None:
-        try:
-            return await engine.join_group(address, first_rank)
-        except EngineLostError as lost:
-            return _lost_receipt(engine, version, lost)
-
-    async def _deliver(self, engine: RemoteEngine, push: Push) -> Receipt:
-        try:
-            return await engine.receive(push)
-        except EngineLostError as lost:
-            return _lost_receipt(engine, push.version, lost)
-
-
-def _lost_receipt(engine: RemoteEngine, version: int, lost: EngineLostError) -> Receipt:
-    return Receipt(
-        engine=engine.name, version=version, num_tensors=0, num_bytes=0, seconds=0.0, error=lost.why, lost=True
-    )
 
 
 async def _plain(answer: Awaitable[T]) -> T:

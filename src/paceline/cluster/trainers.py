@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from paceline.cluster.proxies import RemoteEngine, RemoteSender
+from paceline.cluster.proxies import RemoteEngine
+from paceline.cluster.sender import RemoteSender
 from paceline.drafters.rounds import Rounds, verify_weights
 from paceline.drafters.worker import WorkerSettings
 from paceline.files import ChecksumError
@@ -34,25 +35,26 @@ class RoundSender:
 class RemoteTrainer:
     """slots.Trainer over an EngineActor, whose child the training process is."""
 
-    def __init__(self, engine: RemoteEngine, settings: WorkerSettings) -> None:
+    def __init__(self, engine: Callable[[], RemoteEngine], settings: WorkerSettings) -> None:
+        """`engine` says which one is in this place now."""
         self._engine = engine
         self._settings = settings
         self.pid = 0
 
     async def start(self) -> None:
-        self.pid = await self._engine.trainer_start(self._settings)
+        self.pid = await self._engine().trainer_start(self._settings)
 
     async def ready(self) -> bool:
-        return await self._engine.trainer_ready()
+        return await self._engine().trainer_ready()
 
     async def lease(self) -> None:
-        await self._engine.trainer_call("lease")
+        await self._engine().trainer_call("lease")
 
     async def recall(self) -> None:
-        await self._engine.trainer_call("recall")
+        await self._engine().trainer_call("recall")
 
     async def kill(self) -> None:
-        await self._engine.trainer_call("kill")
+        await self._engine().trainer_call("kill")
 
     async def ended(self) -> str:
-        return f"exit code {await self._engine.trainer_ended()}"
+        return f"exit code {await self._engine().trainer_ended()}"

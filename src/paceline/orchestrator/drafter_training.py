@@ -29,7 +29,7 @@ from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.leases import Account
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.slots import Slots, Trainer
-from paceline.types import Group, Receipt
+from paceline.types import Engine, Group, Receipt
 
 _MAX_FAILURES = 3
 """Failures of one thing in a row after which no drafter is trained any more: a full disk, a directory that is gone."""
@@ -145,6 +145,9 @@ class OnlineDrafterTraining:
         """Round whose verdict was carried out."""
         self._off = False
         """Speculation was stopped for good."""
+        self._joined = False
+        """An engine has joined that has the first drafter."""
+        members.on_joined(self._note_joined)
         self._given_up = False
         """Training was ended by its failures; engines speculate on with the drafter that they have."""
         self._failures: Counter[str] = Counter()
@@ -163,6 +166,9 @@ class OnlineDrafterTraining:
         finally:
             with self._contained("close"):
                 self._store.close()
+
+    def _note_joined(self, engine: Engine) -> None:
+        self._joined = True
 
     def on_work(self, engine: str) -> None:
         self._slots.on_work(engine)
@@ -213,10 +219,12 @@ class OnlineDrafterTraining:
         """Send out a drafter that was found better. Restarted engines have the first one again and need the last."""
         self._lost.synced()
         with self._contained("publish_again"):
+            restarted = restarted or self._joined
             if restarted and self._off:
                 await self._sender.stop_speculation()
-            if restarted and self._store.published() and not self._off:
+            elif restarted and self._store.published():
                 await self._send(self._store.published(), None)
+            self._joined = False
         with self._contained("publish"):
             await self._publish_verdict()
 

@@ -7,6 +7,10 @@
 A rollout goes to the engine with the fewest rollouts, and only while that engine has room; the rest wait here,
 longest expected first, so that an engine that finishes early takes work that nobody else has started. Dispatch costs
 O(log engines).
+
+An engine may join at any time. If all are lost, rollouts wait here for as long as one may come back (members.py). A
+group whose prompt seems to kill engines is dropped (ledger.py), and its prompt is not sampled again: the batch is
+smaller by it.
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.orchestrator.ledger import Ledger
+from paceline.orchestrator.ledger import Dropped, Ledger
 from paceline.orchestrator.members import Members
 from paceline.types import Engine, EngineLostError, Group, PacelineError, Prompt, Rollout, RolloutRequest
 
+LeavesListener = Callable[[str, str, int], None]
+"""Is called with an engine that was lost, the reason, and how many rollouts it has given back."""
 _MOST_LENGTHS = 2**16
 """Prompts whose lengths are remembered; a larger dataset comes around too rarely for more."""
 _BEYOND_STEPS = 1 << 40
@@ -48,7 +54,7 @@ class Sampling:
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Groups that were opened together, in the order of their prompts."""
+    """Groups that were opened together, in the order of their prompts; those that were dropped are missing."""
 
     total: int
     group_ids: tuple[int, ...]
@@ -71,7 +77,7 @@ class Batch:
         await self.finished.wait()
         if self.failure is not None:
             raise self.failure
-        return [self.groups[group_id] for group_id in self.group_ids]
+        return [self.groups[group_id] for group_id in self.group_ids if group_id in self.groups]
 
 
 class Lessor(Protocol):
@@ -95,7 +101,6 @@ class _Mailbox:
     """What one engine has been given, and the two tasks that talk to it."""
 
     engine: Engine
-    incarnation: int
     outbox: list[RolloutRequest] = field(default_factory=list)
     mail: asyncio.Event = field(default_factory=asyncio.Event)
     work: asyncio.Event = field(default_factory=asyncio.Event)
@@ -111,18 +116,25 @@ class Fleet:
         lessor: Lessor,
         *,
         max_in_flight: int,
-        on_lost: Callable[[str, str, int], None],
+        on_lost: LeavesListener,
         on_progress: Callable[[Batch], None] = lambda batch: None,
+        on_quarantine: Callable[[Prompt], None] = lambda prompt: None,
     ) -> None:
-        """`max_in_flight` bounds the rollouts of one engine; `on_lost` gets engine, reason and rollouts given back."""
+        """`max_in_flight` bounds the rollouts of one engine; `on_quarantine` gets each prompt whose group is
+        dropped."""
         self.ledger = Ledger()
         self.members = members
-        self._mailboxes = {e.name: _Mailbox(e, members.incarnation(e.name)) for e in members.engines}
+        self._mailboxes = {engine.name: _Mailbox(engine) for engine in members.engines}
+        self._entered = False
+        self._quarantined: set[str] = set()
         self._lessor = lessor
         self._max_in_flight = max_in_flight
         self._on_lost = on_lost
         self._on_progress = on_progress
+        self._on_quarantine = on_quarantine
         members.on_lost(self._redispatch)
+        members.on_joined(self._welcome)
+        members.on_hopeless(lambda: self._fail(PacelineError("every engine is lost, and none could be started again")))
         self._loads: list[tuple[int, int, str]] = []
         self._ties = 0
         self._closing: set[asyncio.Task[None]] = set()
@@ -138,12 +150,13 @@ class Fleet:
         return self.members.engines
 
     async def __aenter__(self) -> Fleet:
+        self._entered = True
         for mailbox in self._mailboxes.values():
-            mailbox.tasks = [asyncio.create_task(self._guard(work(mailbox))) for work in (self._submit, self._collect)]
-            self._note_load(mailbox.engine.name)
+            self._begin(mailbox)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._entered = False
         tasks = [task for mailbox in self._mailboxes.values() for task in mailbox.tasks]
         for task in tasks:
             task.cancel()
@@ -173,6 +186,10 @@ class Fleet:
             if position in finished:
                 batch.take(finished[position])
                 continue
+            if prompt.id in self._quarantined:
+                batch.total -= sampling.group_size
+                self._on_quarantine(prompt)
+                continue
             self._batch_of[group_id] = batch_id
             requests = [
                 RolloutRequest(
@@ -187,13 +204,22 @@ class Fleet:
             ]
             expected = self._mean_length.get(prompt.id, self._typical_length)
             self.ledger.open(batch=batch_id, prompt=prompt, requests=requests, expected_length=expected)
-        if batch.done == batch.total:
-            del self._batches[batch_id]
-            batch.finished.set()
-        if not self._mailboxes:
+        if self.members.hopeless:
             self._fail(PacelineError("every engine is lost"))
+        self._finish_if_done(batch_id, batch)
         self._dispatch()
         return batch
+
+    def _welcome(self, engine: Engine) -> None:
+        """An engine has joined: it gets rollouts from now on."""
+        mailbox = self._mailboxes[engine.name] = _Mailbox(engine)
+        if self._entered:
+            self._begin(mailbox)
+            self._dispatch()
+
+    def _begin(self, mailbox: _Mailbox) -> None:
+        mailbox.tasks = [asyncio.create_task(self._guard(work(mailbox))) for work in (self._submit, self._collect)]
+        self._note_load(mailbox.engine.name)
 
     def _redispatch(self, engine: str, why: str) -> None:
         """An engine was lost: give its rollouts to the others."""
@@ -204,29 +230,45 @@ class Fleet:
         # A frozen engine still holds memory and cores.
         self._closing.add(closing := asyncio.create_task(mailbox.engine.close()))
         closing.add_done_callback(self._closing.discard)
-        try:
-            self._on_lost(engine, why, self.ledger.lose(engine))
-            if not self._mailboxes:
-                raise PacelineError(f"every engine is lost; the last was {engine}: {why}")
-        except PacelineError as failure:
-            self._fail(failure)
-            return
+        num_redispatched, dropped = self.ledger.lose(engine)
+        self._on_lost(engine, why, num_redispatched)
+        if dropped is not None:
+            self._drop(dropped)
+        if self.members.hopeless:
+            self._fail(PacelineError(f"every engine is lost; the last was {engine}: {why}"))
         self._dispatch()
 
+    def _drop(self, dropped: Dropped) -> None:
+        """A prompt seems to kill engines: its batch goes on without it, and later ones as well."""
+        self._quarantined.add(dropped.prompt.id)
+        self._on_quarantine(dropped.prompt)
+        batch_id = self._batch_of.pop(dropped.group_id)
+        batch = self._batches[batch_id]
+        batch.total -= dropped.num_rollouts
+        batch.done -= dropped.num_done
+        self._finish_if_done(batch_id, batch)
+
     def _dispatch(self) -> None:
+        full: list[str] = []
         while self.ledger.num_pending and self._loads:
             load, _, name = heapq.heappop(self._loads)
             mailbox = self._mailboxes.get(name)
             if mailbox is None or load != self.ledger.load(name):
                 continue  # an entry of the past; the present one is in the heap as well
             if load >= self._max_in_flight:
-                self._note_load(name)
-                return  # the least loaded engine is full
-            mailbox.outbox.append(self.ledger.assign(name))
+                full.append(name)
+                break  # the least loaded engine is full
+            request = self.ledger.assign(name)
+            if request is None:
+                full.append(name)
+                continue
+            mailbox.outbox.append(request)
             if not load:
                 self._lessor.on_work(name)
             mailbox.mail.set()
             mailbox.work.set()
+            self._note_load(name)
+        for name in full:
             self._note_load(name)
 
     def _note_load(self, name: str) -> None:
@@ -252,7 +294,7 @@ class Fleet:
             try:
                 await mailbox.engine.submit(requests)
             except EngineLostError as lost:
-                self.members.lose(mailbox.engine.name, lost.why, incarnation=mailbox.incarnation)
+                self.members.lose(mailbox.engine.name, lost.why)
                 return
 
     async def _collect(self, mailbox: _Mailbox) -> None:
@@ -262,7 +304,7 @@ class Fleet:
             try:
                 rollouts = await mailbox.engine.collect()
             except EngineLostError as lost:
-                self.members.lose(name, lost.why, incarnation=mailbox.incarnation)
+                self.members.lose(name, lost.why)
                 return
             for rollout in rollouts:
                 self._settle(rollout, name)
@@ -287,7 +329,10 @@ class Fleet:
             self._learn_length(group)
             batch.on_group(group.group_id - batch.group_ids[0], group)
         self._on_progress(batch)
-        if batch.done == batch.total:
+        self._finish_if_done(batch_id, batch)
+
+    def _finish_if_done(self, batch_id: int, batch: Batch) -> None:
+        if batch.done == batch.total and batch_id in self._batches:
             del self._batches[batch_id]
             batch.finished.set()
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from paceline.metrics import Max, Mean, Metrics, Recorder, Sum
 from paceline.orchestrator import engine_counters
 from paceline.orchestrator.fleet import Batch, Fleet
-from paceline.types import DraftBin, Engine, Group, Receipt, Tokens
+from paceline.types import DraftBin, Engine, Group, Prompt, Receipt, Tokens
 
 Rewards = list[list[float]]
 
@@ -63,7 +63,18 @@ class Journal:
         self._recorder.write("event", {"step": self.step, "time_s": self.elapsed_s(), "what": what, **fields})
 
     def engine_lost(self, engine: str, why: str, num_redispatched: int) -> None:
+        self.metrics.add("engine/lost", Sum(1))
         self.event("engine_lost", engine=engine, why=why, redispatched=num_redispatched)
+
+    def engine_healed(self, engine: str, healing_s: float) -> None:
+        self.metrics.add("engine/restarted", Sum(1))
+        self.metrics.add("engine/healing_s", Max(healing_s))
+        self.event("engine_healed", engine=engine, healing_s=round(healing_s, 4))
+
+    def quarantined(self, prompt: Prompt) -> None:
+        """The group of a prompt that seems to kill engines is left out."""
+        self.metrics.add("rollout/quarantined_groups", Sum(1))
+        self.event("prompt_quarantined", prompt=prompt.id)
 
     def progress(self, batch: Batch) -> None:
         """Show progress on the live display only; a file of it would be longer than everything else."""
@@ -77,6 +88,8 @@ class Journal:
         may be generating the next one.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
+        if not rollouts:
+            return  # every group was dropped
         flat = [reward for group_rewards in rewards for reward in group_rewards]
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         names = {engine.name for engine in fleet.engines} | {
@@ -173,6 +186,8 @@ class Journal:
             self._recorder.write("texts", {**record, "texts": _texts(groups, rewards, self._decode)})
 
     def end_step(self, fleet: Fleet) -> None:
+        for key in ("engine/lost", "engine/restarted", "rollout/quarantined_groups"):
+            self.metrics.add(key, Sum(0))
         self.metrics.add("fleet/engines", Max(len(fleet.engines)))
         self.metrics.add("fleet/redispatched", Max(fleet.ledger.num_redispatched))
         for key, count in self._recorder.counts.items():

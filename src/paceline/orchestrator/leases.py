@@ -9,6 +9,7 @@
      │                 │                         (wake) ▼   ▼                 │ stopped, crashed,│
      └───── awake, if rollouts wait ───────────────── WAKING ◀──── (wake) ────┘ grace over (kill)┘
                        └──── awake, if none do ─────────┘
+    every state ──lost (kill)──▶ LOST ──joined (replace)──▶ IDLE
 
 A slot is one engine's device with the engine and a training worker, which holds the device while it is leased. What
 follows from which event is one table, `TABLE`; slots.py carries out the actions that it answers and reports what
@@ -62,6 +63,8 @@ class Event(Enum):
     AWAKE = auto()
     LOST = auto()
     """The engine is lost; the worker need not be."""
+    JOINED = auto()
+    """Another engine has taken its place; it has no worker yet."""
     READY = auto()
     """The worker could take the device."""
     STOPPED = auto()
@@ -118,6 +121,7 @@ def _table() -> dict[tuple[LeaseState, Event], Answer]:
         (LeaseState.RECALLED, Event.STOPPED): (LeaseState.WAKING, (Action.WAKE,)),
         (LeaseState.RECALLED, Event.CRASHED): (LeaseState.WAKING, (Action.WAKE, Action.REPLACE)),
         (LeaseState.RECALLED, Event.TIME_UP): (LeaseState.WAKING, (Action.KILL, Action.WAKE)),
+        (LeaseState.LOST, Event.JOINED): (LeaseState.IDLE, (Action.REPLACE,)),
         (LeaseState.WAKING, Event.AWAKE): (LeaseState.IDLE, ()),  # BUSY if rollouts wait: `Slot` knows
     }
     return table
@@ -141,6 +145,8 @@ class Slot:
             return ()
         if event in (Event.WORK, Event.DRAINED):
             self.has_work = event is Event.WORK
+        if event is Event.LOST:
+            self.has_work = False  # they are given to others
         self.state, actions = TABLE[self.state, event]
         if self.state is LeaseState.IDLE and self.has_work:  # came while the engine was waking
             self.state = LeaseState.BUSY
@@ -221,6 +227,8 @@ class Leases:
         self._pass_time(now_s)
         slot = self._slots[engine]
         before = slot.state
+        if event is Event.LOST:
+            self._wanted_since_s.pop(engine, None)
         actions = slot.on(event, lease)
         self._count(engine, event, before, actions, now_s)
         if slot.state is not before:

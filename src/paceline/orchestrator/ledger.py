@@ -3,6 +3,10 @@
 A rollout's identity is (group_id, index). It is pending, assigned to one engine, or done. An engine that is lost
 gives its unfinished rollouts back to the queue; what it delivers afterwards is not taken (it may have been sampled
 from a half-written policy, and its rollouts are assigned elsewhere by then). Pure logic: no clock, no I/O, no engine.
+
+A prompt may kill every engine that it comes to, and an engine takes dozens of innocent rollouts with it. So a rollout
+that was on `MAX_LOSSES` lost engines is a suspect: suspects go out last, and an engine has one at a time. If it loses
+that engine too, it is the likely cause, and its group is dropped.
 """
 
 from __future__ import annotations
@@ -11,12 +15,12 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.types import Group, PacelineError, Prompt, Rollout, RolloutRequest
+from paceline.types import Group, Prompt, Rollout, RolloutRequest
 
 Key = tuple[int, int]
 
-MAX_ATTEMPTS = 3
-"""A prompt that loses this many engines is the likely cause; going on would lose them all."""
+MAX_LOSSES = 2
+"""Engines that may be lost with a rollout before it is a suspect."""
 
 
 @dataclass(slots=True)
@@ -26,23 +30,35 @@ class _OpenGroup:
     num_missing: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A group that will not be finished."""
+
+    group_id: int
+    prompt: Prompt
+    num_done: int
+    """Rollouts of it that were taken."""
+    num_rollouts: int
+
+
 @dataclass(slots=True)
 class Ledger:
-    """Pending rollouts leave in order of (batch, longest expected first, age)."""
+    """Pending rollouts leave in order of (batch, longest expected first, age), suspects after all others."""
 
     num_duplicates: int = 0
     """Deliveries that were not taken: of a rollout that was done, or from an engine that it was not assigned to."""
     num_redispatched: int = 0
     _groups: dict[int, _OpenGroup] = field(default_factory=dict)
     _pending: list[tuple[int, float, int, RolloutRequest]] = field(default_factory=list)
+    _suspects: list[tuple[int, float, int, RolloutRequest]] = field(default_factory=list)
     _assigned: dict[Key, tuple[str, int, float, RolloutRequest]] = field(default_factory=dict)
     _by_engine: dict[str, set[Key]] = field(default_factory=dict)
-    _attempts: dict[Key, int] = field(default_factory=dict)
+    _losses: dict[Key, int] = field(default_factory=dict)
     _age: int = 0
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        return len(self._pending) + len(self._suspects)
 
     @property
     def num_assigned(self) -> int:
@@ -57,9 +73,11 @@ class Ledger:
         for request in requests:
             self._push(batch, -expected_length, request)
 
-    def assign(self, engine: str) -> RolloutRequest:
-        """Hand the first pending rollout to an engine."""
-        batch, priority, _, request = heapq.heappop(self._pending)
+    def assign(self, engine: str) -> RolloutRequest | None:
+        """Hand the first pending rollout to an engine; None if only suspects are pending and it has one already."""
+        if not self._pending and self._suspect_on(engine) is not None:
+            return None
+        batch, priority, _, request = heapq.heappop(self._pending or self._suspects)
         self._assigned[request.key] = (engine, batch, priority, request)
         self._by_engine.setdefault(engine, set()).add(request.key)
         return request
@@ -72,7 +90,7 @@ class Ledger:
             return False
         del self._assigned[rollout.key]
         self._by_engine[engine].remove(rollout.key)
-        self._attempts.pop(rollout.key, None)
+        self._losses.pop(rollout.key, None)
         group = self._groups[rollout.group_id]
         assert group.rollouts[rollout.index] is None, "an assigned rollout is not done"
         group.rollouts[rollout.index] = rollout
@@ -91,23 +109,38 @@ class Ledger:
         """Rollouts that an engine has not delivered yet."""
         return len(self._by_engine.get(engine, ()))
 
-    def lose(self, engine: str) -> int:
-        """Give back what a lost engine has not delivered; returns how many rollouts that is."""
+    def lose(self, engine: str) -> tuple[int, Dropped | None]:
+        """Give back what a lost engine has not delivered; returns how many rollouts that is, and the group of the
+        suspect that was on it, which is dropped."""
+        suspect = self._suspect_on(engine)
+        dropped = None if suspect is None else self._drop(suspect[0])
         keys = sorted(self._by_engine.pop(engine, ()))
         for key in keys:
             _, batch, priority, request = self._assigned.pop(key)
-            attempts = self._attempts.get(key, 1) + 1
-            if attempts > MAX_ATTEMPTS:
-                prompt = self._groups[request.group_id].prompt
-                raise PacelineError(
-                    f"prompt {prompt.id!r} was on {MAX_ATTEMPTS} engines that were lost; it is the likely cause. "
-                    "Look at this prompt and at the engines' logs; lower rollout.engine.max_num_seqs if memory ran out."
-                )
-            self._attempts[key] = attempts
+            self._losses[key] = self._losses.get(key, 0) + 1
             self._push(batch, priority, request)
         self.num_redispatched += len(keys)
-        return len(keys)
+        return len(keys), dropped
+
+    def _suspect_on(self, engine: str) -> Key | None:
+        keys = self._by_engine.get(engine, ())
+        return next((key for key in keys if self._losses.get(key, 0) >= MAX_LOSSES), None) if self._losses else None
+
+    def _drop(self, group_id: int) -> Dropped:
+        """Forget a group. What is still sampled of it is not taken when it comes."""
+        group = self._groups.pop(group_id)
+        for index in range(len(group.rollouts)):
+            self._losses.pop((group_id, index), None)
+            if assignment := self._assigned.pop((group_id, index), None):
+                self._by_engine[assignment[0]].remove((group_id, index))
+        for queue in (self._pending, self._suspects):
+            queue[:] = [entry for entry in queue if entry[-1].group_id != group_id]
+            heapq.heapify(queue)
+        num_rollouts = len(group.rollouts)
+        num_done = num_rollouts - group.num_missing
+        return Dropped(group_id=group_id, prompt=group.prompt, num_done=num_done, num_rollouts=num_rollouts)
 
     def _push(self, batch: int, priority: float, request: RolloutRequest) -> None:
         self._age += 1
-        heapq.heappush(self._pending, (batch, priority, self._age, request))
+        suspected = self._losses.get(request.key, 0) >= MAX_LOSSES
+        heapq.heappush(self._suspects if suspected else self._pending, (batch, priority, self._age, request))

@@ -27,6 +27,7 @@ from paceline.metrics import Mean, Recorder
 from paceline.orchestrator.calibration import calibrate, calibrate_on_prompts
 from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.fleet import Batch, Fleet, Sampling
+from paceline.orchestrator.healing import Healer, NoHealing
 from paceline.orchestrator.journal import Journal, Rewards
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
@@ -55,6 +56,7 @@ class Parts:
     """Returns the text of a response, for the few that are recorded at an evaluation. None: none are."""
     drafter: OnlineDrafter = field(default_factory=Off)
     """Trains the drafter beside the run."""
+    healer: Healer = field(default_factory=NoHealing)
     raise_precision: Callable[[bool], Awaitable[None]] | None = None
     """Restarts idle engines in full precision (True) or as configured (False); a push follows. None: impossible."""
 
@@ -74,8 +76,9 @@ async def train(
         max_in_flight=in_flight,
         on_lost=journal.engine_lost,
         on_progress=journal.progress,
+        on_quarantine=journal.quarantined,
     )
-    async with parts.drafter.running(journal), fleet:
+    async with parts.drafter.running(journal), parts.healer.running(journal), fleet:
         run = _Run(parts, config, journal, fleet, recovery, None if save_to is None else Path(save_to).parent)
         await run.begin()
         for step in range(recovery.step + 1, config.run.steps + 1):

@@ -112,7 +112,7 @@ class Recovery:
         if self._log is None:
             return await score(groups)
         rewards = self._log.rewards(step)
-        if rewards is None:
+        if rewards is None or len(rewards) != len(groups):  # a prompt was in quarantine when they were given
             rewards = await score(groups)
             self._attempt(lambda log: log.put_rewards(step, rewards))
         return rewards

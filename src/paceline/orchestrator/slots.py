@@ -4,7 +4,8 @@
     drafter training ── open, recall ──┘      ▲                                                  │
                                               └──────────── what came of them, and the clock ────┘
 
-A slot is an engine's device together with the engine and the trainer that take turns on it. Whatever fails here is
+A slot is an engine's device together with the engine and the trainer that take turns on it; it has the name of the
+engine's place (members.py), and an engine that takes the place of a lost one takes its slot. Whatever fails here is
 counted. A failure of a trainer costs its training; an engine that fails to sleep or to wake is lost, because nobody
 knows what it does, and rollouts that wait for it would wait for ever.
 """
@@ -19,8 +20,8 @@ from typing import Protocol
 from paceline.config import LeaseConfig
 from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.leases import Account, Action, Event, Leases, LeaseState, Order
-from paceline.orchestrator.members import Members
-from paceline.types import EngineLostError
+from paceline.orchestrator.members import Members, place_of
+from paceline.types import Engine, EngineLostError
 
 _MAX_CRASHES = 3
 """Crashes in a row of one slot's trainers without a round closed in between; a new process will not help after that."""
@@ -67,7 +68,8 @@ class Slots:
 
     def __init__(self, members: Members, trainers: Sequence[Trainer], config: LeaseConfig) -> None:
         self._members = members
-        self._engines = {engine.name: engine for engine in members.engines}
+        self._engines = {place_of(engine.name): engine for engine in members.engines}
+        """The present or last engine of each slot."""
         self._trainers = dict(zip(self._engines, trainers, strict=True))
         self._leases = Leases(list(self._engines), config)
         self._crashes = dict.fromkeys(self._engines, 0)
@@ -78,11 +80,12 @@ class Slots:
         self._tasks: set[asyncio.Task[None]] = set()
         self._spans: list[Span] = []
         self._span_began: dict[str, tuple[str, float]] = {}
-        members.on_lost(lambda engine, why: self._event(engine, Event.LOST))
+        members.on_lost(lambda engine, why: self._event(place_of(engine), Event.LOST))
+        members.on_joined(self._joined)
 
     @property
     def names(self) -> list[str]:
-        """Engines of all slots, lost ones as well."""
+        """Names of all slots, those of lost engines as well."""
         return list(self._engines)
 
     @property
@@ -106,23 +109,24 @@ class Slots:
             await asyncio.gather(*(trainer.kill() for trainer in self._trainers.values()), return_exceptions=True)
 
     def on_work(self, engine: str) -> None:
-        self._event(engine, Event.WORK)
+        self._event(place_of(engine), Event.WORK)
 
     def on_drained(self, engine: str) -> None:
-        self._event(engine, Event.DRAINED)
+        self._event(place_of(engine), Event.DRAINED)
 
     async def awake(self, engine: str) -> None:
         """Wait until the engine can take rollouts, or is lost."""
-        if self._leases.state(engine) in _AWAKE:
+        slot = place_of(engine)
+        if self._leases.state(slot) in _AWAKE:
             return
-        incarnation = self._members.incarnation(engine)
+        name = self._engines[slot].name
         try:
             async with asyncio.timeout(_WAKE_DEADLINE_S):
-                while self._leases.state(engine) not in _AWAKE:
+                while self._leases.state(slot) not in _AWAKE:
                     await self._changed.wait()
         except TimeoutError:
             why = f"was not awake {_WAKE_DEADLINE_S:.0f} s after it was called back from drafter training"
-            self._members.lose(engine, why, incarnation=incarnation)
+            self._members.lose(name, why)
 
     async def leased(self, engine: str) -> None:
         """Wait until the engine's trainer has its slot."""
@@ -152,8 +156,20 @@ class Slots:
         spans, self._spans = self._spans, []
         return spans
 
+    def _joined(self, engine: Engine) -> None:
+        slot = place_of(engine.name)
+        self._engines[slot] = engine
+        self._crashes[slot] = 0
+        self._event(slot, Event.JOINED)
+
     def _event(self, engine: str, event: Event, *, lease: int | None = None) -> None:
         self._carry_out_all(self._leases.on(engine, event, _now_s(), lease=lease))
+
+    def _event_of(self, member: Engine, event: Event) -> None:
+        """An event that means nothing once another engine has the slot."""
+        slot = place_of(member.name)
+        if self._engines[slot] is member:
+            self._event(slot, event)
 
     def _carry_out_all(self, orders: Sequence[Order]) -> None:
         for engine in self._engines:
@@ -165,19 +181,18 @@ class Slots:
         self._changed = asyncio.Event()
 
     async def _carry_out(self, engine: str, action: Action) -> None:
-        trainer, lease = self._trainers[engine], self._leases.lease(engine)
-        incarnation = self._members.incarnation(engine)
+        trainer, lease, member = self._trainers[engine], self._leases.lease(engine), self._engines[engine]
         try:
             match action:
                 case Action.SLEEP:
-                    await self._engines[engine].sleep()
-                    self._event(engine, Event.SLEPT)
+                    await member.sleep()
+                    self._event_of(member, Event.SLEPT)
                 case Action.WAKE:
-                    await self._engines[engine].wake()
-                    self._event(engine, Event.AWAKE)
+                    await member.wake()
+                    self._event_of(member, Event.AWAKE)
                 case Action.OFFER:
                     if await trainer.ready():
-                        self._event(engine, Event.READY)
+                        self._event_of(member, Event.READY)
                 case Action.REPLACE:
                     if await self._replace(engine):
                         self._event(engine, Event.READY)
@@ -189,21 +204,21 @@ class Slots:
                 case Action.KILL:
                     await trainer.kill()
         except EngineLostError as lost:
-            self._members.lose(engine, lost.why, incarnation=incarnation)
+            self._members.lose(member.name, lost.why)
         except Exception as error:  # noqa: BLE001  counted; the leases' timers go on without a trainer's answer
             self._failed(action.name.lower(), error)
             if action in (Action.SLEEP, Action.WAKE):
-                self._members.lose(engine, f"{action.name.lower()} failed: {error!r}", incarnation=incarnation)
+                self._members.lose(member.name, f"{action.name.lower()} failed: {error!r}")
 
     async def _start(self, engine: str) -> bool:
         """Whether the slot has a trainer that could train; its end, whenever it comes, is looked after."""
-        incarnation = self._members.incarnation(engine)
+        member = self._engines[engine]
         try:
             await self._trainers[engine].start()
             self._spawn(self._await_end(engine))
             return await self._trainers[engine].ready()
         except EngineLostError as lost:
-            self._members.lose(engine, lost.why, incarnation=incarnation)
+            self._members.lose(member.name, lost.why)
         except Exception as error:  # noqa: BLE001  counted; the slot has no trainer
             self._failed("start", error)
         return False
@@ -216,17 +231,18 @@ class Slots:
         return await self._start(engine)
 
     async def _await_end(self, engine: str) -> None:
-        incarnation = self._members.incarnation(engine)
+        member = self._engines[engine]
         try:
             why = await self._trainers[engine].ended()
         except EngineLostError as lost:
-            self._members.lose(engine, lost.why, incarnation=incarnation)
+            self._members.lose(member.name, lost.why)
             return
         except Exception as error:  # noqa: BLE001  counted; a trainer that cannot be watched is replaced
             self._failed("watch", error)
             why = repr(error)
-        self._journal.event("trainer_lost", engine=engine, why=why)
-        self._event(engine, Event.CRASHED)
+        if self._engines[engine] is member:
+            self._journal.event("trainer_lost", engine=engine, why=why)
+            self._event(engine, Event.CRASHED)
 
     async def _keep_time(self) -> None:
         while True:

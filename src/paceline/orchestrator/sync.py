@@ -21,5 +21,5 @@ async def push_policy(sender: Sender, version: int, members: Members, journal: J
                 members.lose(receipt.engine, why)
         if all(receipt.lost for receipt in failed):
             break
-    if not members.engines:
+    if members.hopeless:  # otherwise engines that come back are given this version
         raise PacelineError(f"no engine took policy version {version}; the push_failed events in metrics.jsonl say why")

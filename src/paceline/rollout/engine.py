@@ -6,9 +6,10 @@
 
 An engine is either good or lost, and a lost one stays lost: every method raises the same EngineLostError from then on,
 and the owner closes it and sends its requests elsewhere. It is lost when vLLM says so, when a call does not answer in
-time, when requests are in flight and no token comes for `progress_deadline_s` (a frozen EngineCore passes vLLM's own
-health check), and when vLLM gives up on a request: nothing here ever aborts one, so an aborted request means that the
-engine is being torn down, and dropping it silently would leave its group incomplete for ever.
+time, when it owes an answer and its processes stand still (pulse.py: a frozen EngineCore passes vLLM's own health
+check), when requests are in flight and no token comes for `progress_deadline_s`, and when vLLM gives up on a request:
+nothing here ever aborts one, so an aborted request means that the engine is being torn down, and dropping it silently
+would leave its group incomplete for ever.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from paceline.rollout.internals import scheduler_door
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.internals.shutdown import shut_down
 from paceline.rollout.internals.version import check_version
+from paceline.rollout.pulse import FROZEN_S, Pulse, cpu_used_s
 from paceline.rollout.speculation import check_drafter
 from paceline.types import DraftBin, EngineLostError, PacelineError, Receipt, Rollout, RolloutRequest
 
@@ -72,6 +74,10 @@ class VllmEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._speculates = speculates
         self._processes: list[psutil.Process] = []
+        self._pulse = Pulse(lambda: cpu_used_s(self._processes))
+        self._num_calls = 0
+        """Calls under way. They have deadlines of their own, and may wait for others: a push waits for the learner."""
+        self._ping: asyncio.Task[None] | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
         self._finished: list[Rollout] = []
         self._news = asyncio.Event()
@@ -130,6 +136,13 @@ class VllmEngine:
             await engine.close()
             raise
         return engine
+
+    async def heartbeat(self) -> None:
+        """Raise EngineLostError if the engine is gone. One without work is asked for an answer, which the next call
+        looks for."""
+        self._check_alive()
+        if not self._in_flight and not self._num_calls and self._ping is None:
+            self._ping = asyncio.create_task(self._ask_for_life())
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         for request in requests:
@@ -238,7 +251,7 @@ class VllmEngine:
         llm, self._vllm = self._vllm, None
         if llm is None:
             return
-        for task in tuple(self._in_flight):
+        for task in (*self._in_flight, *([] if self._ping is None else [self._ping])):
             task.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
         with suppress(TimeoutError):  # what is left of it is killed next
@@ -283,8 +296,26 @@ class VllmEngine:
         if self._llm.errored:
             raise self._lose("vLLM reports a dead EngineCore")
         silent_s = self._counters.silent_s()
+        owes = (bool(self._in_flight) and not self._paused) or self._ping is not None
+        still_s = self._pulse.still_s(
+            silent_s=silent_s if owes and not self._num_calls else 0.0, now_s=time.monotonic()
+        )
+        if still_s > FROZEN_S:
+            raise self._lose(f"frozen: no answer for {silent_s:.1f} s, and its processes have not used a core")
         if self._in_flight and not self._paused and silent_s > self.config.progress_deadline_s:
             raise self._lose(f"no token for {silent_s:.1f} s with {len(self._in_flight)} requests in flight")
+
+    async def _ask_for_life(self) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._counters.touch()
+        try:
+            await self._llm.collective_rpc("paceline_processes")
+        except EngineDeadError:
+            self._lose("vLLM reports a dead EngineCore")
+        finally:
+            self._counters.touch()
+            self._ping = None
 
     async def _ask(self, *answers: Coroutine[Any, Any, Any]) -> list[Any]:
         """Answers that only a metric depends on: without them the engine is as good as before."""
@@ -305,12 +336,15 @@ class VllmEngine:
             answer.close()
             raise self._lost
         deadline_s = deadline_s or self.config.call_deadline_s
+        self._num_calls += 1
         try:
             return await asyncio.wait_for(answer, deadline_s)
         except TimeoutError:
             raise self._lose(f"{what} did not answer within {deadline_s:.1f} s") from None
         except EngineDeadError:
             raise self._lose(f"EngineCore died during {what}") from None
+        finally:
+            self._num_calls -= 1
 
 
 def _build(

@@ -139,6 +139,7 @@ async def _run(
             score=score,
             decode=lambda token_ids: tokenizer.decode(token_ids.tolist(), skip_special_tokens=True),
             drafter=cluster.drafter,
+            healer=cluster.healer,
             raise_precision=None if engine == engine.in_full_precision else partial(cluster.raise_precision, engine),
         )
         await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"), recovery=recovery)

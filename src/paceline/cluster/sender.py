@@ -1,0 +1,146 @@
+"""The weight sender of a run: the learner stages a policy or drafter, engines take it, and a new engine catches up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from paceline.cluster.proxies import RemoteEngine, RemoteLearner
+from paceline.config import EngineConfig
+from paceline.devices import Transport
+from paceline.orchestrator.members import Members
+from paceline.types import EngineLostError, PacelineError, Receipt
+from paceline.weights.distributed import GroupAddress
+from paceline.weights.message import Push
+
+
+class RemoteSender:
+    """types.Sender: the learner stages a version once, and all engines take it at the same time.
+
+    Over the distributed transport the learner and the engines' workers form a process group. It is made before the
+    first push, and anew when the members have changed, an engine was started again or a broadcast failed. An engine
+    that takes a lost one's place catches up in a push of its own, and in a group of its own.
+    """
+
+    def __init__(
+        self,
+        learner: RemoteLearner,
+        engines: Sequence[RemoteEngine],
+        members: Members,
+        config: EngineConfig,
+        transport: Transport,
+        drafter: Path | None = None,
+    ) -> None:
+        """`members` says which of the engines are alive; `drafter` is the checkpoint of their drafter, if it is
+        trained."""
+        self._learner = learner
+        self._engines = {engine.name: engine for engine in engines}
+        self._members = members
+        self._config = config
+        self._transport = transport
+        self._drafter = drafter
+        self._version = 0
+        self._group: list[str] = []
+        """Names of the engines in the process group; none while it has to be made."""
+        self._one_push = asyncio.Lock()
+
+    async def send(self, version: int) -> Sequence[Receipt]:
+        async with self._one_push:
+            self._version = version
+            receipts = await self._push(self._alive(), version, self._stage)
+            self._learner.pushed.set()
+            return receipts
+
+    async def catch_up(self, engine: RemoteEngine) -> Receipt:
+        """Send the policy of the last push to an engine that is no member yet, which is one in the same moment that it
+        holds it: a push to all would miss it otherwise. Waits while the learner has another policy."""
+        while True:
+            await self._learner.pushed.wait()
+            async with self._learner.still, self._one_push:
+                if not self._learner.pushed.is_set():
+                    continue
+                if engine.config != self._config:
+                    raise EngineLostError(engine.name, "started with another precision than the engines have by now")
+                (receipt,) = await self._push([engine], self._version, self._stage)
+                if receipt.ok:
+                    self._engines[engine.name] = engine
+                    self._members.join(engine)
+                return receipt
+
+    async def send_drafter(self, file: Path, version: int) -> Sequence[Receipt]:
+        """Send the engines' drafter with the trained tensors of `file` in it."""
+        assert self._drafter is not None
+        weights = self._drafter / "model.safetensors"
+        async with self._one_push:
+            return await self._push(self._alive(), version, lambda: self._learner.stage_drafter(weights, file, version))
+
+    async def stop_speculation(self) -> None:
+        # An engine that does not answer is lost, and the fleet finds that out at its next call.
+        await asyncio.gather(*(engine.stop_speculation() for engine in self._alive()), return_exceptions=True)
+
+    def engines_restarted(self, config: EngineConfig) -> None:
+        """Engines were started again with this config. Make the group anew: their new processes have not joined it."""
+        self._config = config
+        self._group = []
+
+    def _stage(self) -> Awaitable[Push]:
+        return self._learner.stage(self._version)
+
+    def _alive(self) -> list[RemoteEngine]:
+        return [self._engines[name] for name in self._members.names]
+
+    async def _push(
+        self, engines: Sequence[RemoteEngine], version: int, stage: Callable[[], Awaitable[Push]]
+    ) -> Sequence[Receipt]:
+        lost = await self._make_group(engines, version) if self._transport == "distributed" else []
+        gone = {receipt.engine for receipt in lost}
+        push = await stage()
+        transmitting = asyncio.create_task(self._learner.transmit())
+        receipts = await asyncio.gather(*(self._deliver(engine, push) for engine in engines if engine.name not in gone))
+        if await transmitting is not None:  # the refusals of the engines say why
+            self._group = []
+        return [*lost, *receipts]
+
+    async def _make_group(self, engines: Sequence[RemoteEngine], version: int) -> list[Receipt]:
+        """Make the process group unless it is as it should be. Returns a receipt for each engine that was lost on the
+        way."""
+        lost: list[Receipt] = []
+        while True:
+            gone = {receipt.engine for receipt in lost}
+            left = [engine for engine in engines if engine.name not in gone]
+            wanted = [engine.name for engine in left]
+            if wanted == self._group:
+                return lost
+            workers = self._config.tensor_parallel_size
+            # A worker must refuse what does not arrive before its engine's own deadline gives the engine up.
+            timeout_s = self._config.push_deadline_s / 2
+            address = await self._learner.host_group(len(left) * workers, timeout_s)
+            joining = [self._join(engine, address, 1 + i * workers, version) for i, engine in enumerate(left)]
+            answers = await asyncio.gather(self._learner.join_group(), *joining)
+            missing = [answer for answer in answers if isinstance(answer, Receipt)]
+            problems = [answer for answer in answers if isinstance(answer, str)]
+            if problems and not missing:
+                raise PacelineError(f"weights: learner and engines did not meet in a process group: {problems[0]}")
+            lost.extend(missing)
+            self._group = [] if missing else wanted
+
+    async def _join(
+        self, engine: RemoteEngine, address: GroupAddress, first_rank: int, version: int
+    ) -> Receipt | str | None:
+        try:
+            return await engine.join_group(address, first_rank)
+        except EngineLostError as lost:
+            return _lost_receipt(engine, version, lost)
+
+    async def _deliver(self, engine: RemoteEngine, push: Push) -> Receipt:
+        try:
+            return await engine.receive(push)
+        except EngineLostError as lost:
+            return _lost_receipt(engine, push.version, lost)
+
+
+def _lost_receipt(engine: RemoteEngine, version: int, lost: EngineLostError) -> Receipt:
+    return Receipt(
+        engine=engine.name, version=version, num_tensors=0, num_bytes=0, seconds=0.0, error=lost.why, lost=True
+    )

@@ -1,0 +1,52 @@
+"""An engine is frozen when it owes an answer and uses no core; a long step is none of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paceline.rollout.pulse import FROZEN_S, QUIET_S, Pulse
+
+
+def seconds_until_frozen(used_s: Callable[[float], float], *, owes: Callable[[float], bool] = lambda s: True) -> float:
+    """When an engine that was last heard of at 0 is called frozen, if it is looked at every second; -1 for never."""
+    now_s = 0.0
+    pulse = Pulse(lambda: used_s(now_s))
+    for second in range(200):
+        now_s = float(second)
+        if pulse.still_s(silent_s=now_s if owes(now_s) else 0.0, now_s=now_s) > FROZEN_S:
+            return now_s
+    return -1.0
+
+
+def test_stopped_process_is_found_in_time() -> None:
+    assert seconds_until_frozen(lambda now_s: 3.0) <= QUIET_S + FROZEN_S + 1 <= 13
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 1.0, 16.0])
+def test_long_step_is_no_freeze_however_little_of_a_core_it_gets(share: float) -> None:
+    assert seconds_until_frozen(lambda now_s: share * now_s) == -1
+
+
+def test_step_that_freezes_in_the_middle_is_found_from_there() -> None:
+    found_s = seconds_until_frozen(lambda now_s: min(now_s, 60.0))
+    assert 60 < found_s <= 60 + FROZEN_S + 2
+
+
+def test_compiler_that_ends_takes_its_time_with_it_and_is_life_even_so() -> None:
+    """Processes that compile are children; what they have used is not counted any more when they are gone."""
+    assert seconds_until_frozen(lambda now_s: 5.0 + (now_s % 7)) == -1
+
+
+def test_nobody_looks_at_processes_of_an_engine_that_owes_nothing() -> None:
+    def unasked(now_s: float) -> float:
+        raise AssertionError("this costs milliseconds")
+
+    assert seconds_until_frozen(unasked, owes=lambda now_s: False) == -1
+
+
+def test_wait_for_others_does_not_count() -> None:
+    """A push waits for the learner without using a core; after it the engine has its time again."""
+    found_s = seconds_until_frozen(lambda now_s: 3.0, owes=lambda now_s: not 4 <= now_s < 100)
+    assert 100 + FROZEN_S < found_s <= 100 + FROZEN_S + 2
