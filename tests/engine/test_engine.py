@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.config import EngineConfig
 from paceline.rollout.engine import VllmEngine
+from paceline.rollout.pulse import FROZEN_S
 from paceline.types import EngineLostError, Rollout, RolloutRequest
 from random_policy import make_policy
 
@@ -254,6 +255,30 @@ def test_dead_engine_core_ends_the_wait(
         return processes
 
     assert not any(process.is_running() for process in runner.run(scenario()))
+
+
+def test_frozen_engine_without_work_is_found_by_its_heartbeat(
+    runner: asyncio.Runner, policy_path: Path, engine_config: EngineConfig, one_cpu: list[int]
+) -> None:
+    """It owes nobody a token, so only what it is asked for its life's sake can tell."""
+
+    async def scenario() -> float:
+        engine = await VllmEngine.start("engine-1", policy_path, engine_config, seed=0, cpus=one_cpu)
+        await engine.heartbeat()
+        while engine._ping is not None:  # it answers
+            await asyncio.sleep(0.05)
+        core = next(process for process in engine._processes if process.ppid() == psutil.Process().pid)
+        core.send_signal(signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        with pytest.raises(EngineLostError, match="frozen"):
+            while True:
+                await engine.heartbeat()
+                await asyncio.sleep(1)
+        found_s = time.monotonic() - stopped_s
+        await engine.close()
+        return found_s
+
+    assert FROZEN_S < runner.run(scenario()) < 3 * 15
 
 
 def test_no_process_outlives_its_owner(tmp_path: Path, one_cpu: list[int]) -> None:

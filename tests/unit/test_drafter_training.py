@@ -22,8 +22,9 @@ from paceline.drafters.store import FileStore
 from paceline.drafters.worker import documents_in, rounds_in
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.drafter_training import OnlineDrafterTraining
+from paceline.orchestrator.healing import Healing, NoHealing
 from paceline.orchestrator.loop import Parts, train
-from paceline.orchestrator.members import Members
+from paceline.orchestrator.members import Members, place_of
 from paceline.orchestrator.online_drafter import Off
 from paceline.plan.simulate import (
     SimulatedEngine,
@@ -34,7 +35,7 @@ from paceline.plan.simulate import (
     score_by_parity,
     simulated_prompts,
 )
-from paceline.types import Receipt, Rollout, Sample
+from paceline.types import Engine, Receipt, Rollout, Sample
 
 SETTINGS = [
     "run.steps=6",
@@ -185,6 +186,31 @@ class DrafterWire(SimulatedSender):
         self.stopped += 1
 
 
+@dataclass
+class WireRestarter:
+    """Starts an engine in a second, with the drafter that the run began with."""
+
+    members: Members
+    wire: DrafterWire
+    make: Callable[[str], SpeculatingEngine]
+
+    async def beat(self, engine: Engine) -> None:
+        await engine.pause()
+
+    async def start(self, name: str) -> Engine:
+        await asyncio.sleep(1)
+        return self.make(name)
+
+    async def catch_up(self, engine: Engine) -> Receipt:
+        assert isinstance(engine, SpeculatingEngine)
+        engine.policy_version = self.wire.engines[0].policy_version
+        engine.accepts = False
+        others = [old for old in self.wire.engines if place_of(old.name) != place_of(engine.name)]
+        self.wire.engines = [*others, engine]
+        self.members.join(engine)
+        return Receipt(engine=engine.name, version=0, num_tensors=1, num_bytes=1, seconds=0.0)
+
+
 class FullStore(FileStore):
     """The disk is full for some of the calls of each method that is named."""
 
@@ -246,6 +272,7 @@ def simulate(
     breaks: Any = None,
     full: Mapping[str, int] | None = None,
     raises: int = 0,
+    lose_at_s: float | None = None,
     **trainer,
 ) -> Outcome:
     config: Config = load_config(None, [*SETTINGS, *settings])
@@ -260,11 +287,14 @@ def simulate(
     outcome: list[tuple[DrafterWire, OnlineDrafterTraining]] = []
 
     async def work() -> None:
-        engines = [
-            SpeculatingEngine(name=t.name, length_of=long_tailed_lengths(0), max_num_seqs=4, seconds_per_token=0.01)
-            for t in trainers
-        ]
+
+        def make(name: str) -> SpeculatingEngine:
+            lengths = long_tailed_lengths(0)
+            return SpeculatingEngine(name=name, length_of=lengths, max_num_seqs=4, seconds_per_token=0.01)
+
+        engines = [make(trainer.name) for trainer in trainers]
         engines[0].breaks = breaks
+        engines[0].lose_at_s = lose_at_s
         wire = DrafterWire(
             engines=engines, trainers=trainers, loses_drafters=loses_drafters, stale=stale, raises=raises
         )
@@ -285,6 +315,9 @@ def simulate(
             heldout=[],
             score=score_by_parity,
             drafter=training if trains else Off(),
+            healer=NoHealing()
+            if lose_at_s is None
+            else Healing(members, WireRestarter(members, wire, make), max_restarts=1),
         )
         await train(parts, config, recorder)
 
@@ -490,3 +523,17 @@ def test_trainer_that_cannot_be_started_costs_its_training_only(tmp_path: Path) 
     outcome = simulate(tmp_path, start_fails=True)
     assert lengths(outcome) == [32] * 6
     assert len(events(outcome, "slot_failed")) == 1 and failures(outcome) == 2
+
+
+def test_engine_that_takes_a_lost_ones_place_is_leased_again_and_gets_the_published_drafter(tmp_path: Path) -> None:
+    """Its trainer has died with the lost engine, and it began with the drafter of the run's start."""
+    outcome = simulate(tmp_path, settings=["run.steps=12"], lose_at_s=15.0)
+    assert lengths(outcome) == [32] * 12
+    (back,) = events(outcome, "engine_healed")
+    assert back["engine"] == "engine-0#2" and failures(outcome) == 0
+    assert outcome.trainers[0].num_starts == 2
+    leases_before = outcome.trainers[0].log.index("kill")
+    assert "lease" in outcome.trainers[0].log[leases_before:], "its device is idle for the rest of the run"
+    engine = next(engine for engine in outcome.wire.engines if engine.name == "engine-0#2")
+    assert isinstance(engine, SpeculatingEngine) and engine.accepts, "it drafts with the drafter of the run's start"
+    assert not events(outcome, "drafter_lost")
