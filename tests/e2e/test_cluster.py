@@ -172,6 +172,7 @@ def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path):
                 ),
                 heldout=[],
                 score=score,
+                healer=cluster.healer,
                 raise_precision=start_again,
             )
             await train(parts, config, recorder)

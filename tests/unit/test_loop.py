@@ -275,6 +275,23 @@ def test_least_loaded_engine_gets_the_next_rollout():
     assert seconds == pytest.approx(0.05)
 
 
+def test_what_the_fleet_remembers_of_loads_does_not_grow_with_the_run():
+    async def work():
+        engines = [
+            SimulatedEngine(name=f"e{i}", length_of=lambda r: 5, max_num_seqs=8, seconds_per_token=0.01)
+            for i in range(3)
+        ]
+        sampling, sizes = Sampling(group_size=2, temperature=1.0, max_tokens=9), []
+        async with Fleet(Members(engines), Off(), max_in_flight=8, on_lost=lambda *_: None) as fleet:
+            for _ in range(300):
+                await fleet.open(list_of_prompts(2), sampling).wait()
+                sizes.append(len(fleet._loads))
+        return sizes
+
+    sizes, _ = run_virtual(work)
+    assert max(sizes[150:]) <= max(sizes[:150]) < 100
+
+
 def test_virtual_clock_reports_a_deadlock_instead_of_hanging():
     async def work():
         await asyncio.Event().wait()

@@ -173,6 +173,17 @@ def test_engine_that_comes_back_during_an_update_waits_for_its_push() -> None:
     asyncio.run(work())
 
 
+def test_push_without_any_engine_is_no_push_and_the_next_engine_gets_it() -> None:
+    """A broadcast to nobody but engines that are gone would time out."""
+    scene = Scene()
+    scene.send(1)
+    for name in scene.members.names:
+        scene.members.lose(name, "killed")
+    assert scene.send(2) == {} and scene.learner.transmitted == 1
+    new: Any = FakeEngine("engine-1#2")
+    assert asyncio.run(scene.sender.catch_up(new)).version == 2
+
+
 def test_engine_that_started_before_the_precision_was_changed_does_not_join() -> None:
     scene = Scene(transport="shared_memory")
     scene.send(1)

@@ -55,14 +55,19 @@ class EngineActor:
             return VllmEngine.start(name, model_path, config, seed=seed, cpus=cpus, speculation=speculation)
 
         self._begin = begin
+        self._restarting = False
         self._engine = await begin(config)
         self._collecting: asyncio.Task[Sequence[Rollout]] | None = None
         return os.getpid()
 
     async def restart(self, config: EngineConfig) -> None:
         """Replace an idle engine by another, which has the weights of the checkpoint: a push has to follow."""
-        await self._engine.close()
-        self._engine = await self._begin(config)
+        self._restarting = True
+        try:
+            await self._engine.close()
+            self._engine = await self._begin(config)
+        finally:
+            self._restarting = False
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         await self._engine.submit(requests)
@@ -84,7 +89,8 @@ class EngineActor:
         return await join(self._engine, address, first_rank)
 
     async def heartbeat(self) -> None:
-        await self._engine.heartbeat()
+        if not self._restarting:  # which has a deadline of its own
+            await self._engine.heartbeat()
 
     async def clock(self) -> tuple[str, float]:
         """The machine that this actor runs on, and the time on its monotonic clock."""

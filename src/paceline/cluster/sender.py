@@ -48,7 +48,8 @@ class RemoteSender:
     async def send(self, version: int) -> Sequence[Receipt]:
         async with self._one_push:
             self._version = version
-            receipts = await self._push(self._alive(), version, self._stage)
+            engines = self._alive()
+            receipts = await self._push(engines, version, self._stage) if engines else []
             self._learner.pushed.set()
             return receipts
 

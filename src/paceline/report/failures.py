@@ -13,6 +13,8 @@ PER_STEP = {
     "history/broken_files": "rollouts of another engine could not be read",
     "draft/hand_over_failures": "hidden states could not be written for drafter training",
     "draft/failures": "drafter training failed somewhere; it went on at the next step, or ended",
+    "engine/lost": "an engine was lost; its rollouts went to others",
+    "rollout/quarantined_groups": "a group was left out because its prompt seems to kill engines",
     "engine/preemptions": "requests lost their KV cache for want of room and were computed anew",
     "engine/metrics_failed": "an engine did not tell its counters in time",
     "sync/failed": "an engine did not take a push of weights",
