@@ -24,6 +24,7 @@ from typing import Protocol
 
 import numpy as np
 
+from paceline.config import Config
 from paceline.orchestrator.ledger import Dropped, Ledger
 from paceline.orchestrator.members import Members
 from paceline.types import Engine, EngineLostError, Group, PacelineError, Prompt, Rollout, RolloutRequest
@@ -45,6 +46,17 @@ class Sampling:
     max_tokens: int
     seed: tuple[int, ...] | None = None
     """From it and its place in the batch every rollout gets a seed of its own; None leaves the draws to the engine."""
+
+    @classmethod
+    def of_step(cls, config: Config, step: int) -> Sampling:
+        """Sampling for the batch that this step trains on."""
+        rollout = config.rollout
+        return cls(
+            group_size=rollout.group_size,
+            temperature=rollout.temperature,
+            max_tokens=rollout.max_tokens,
+            seed=(config.run.seed, 0, step) if rollout.engine.deterministic else None,
+        )
 
     def seed_of(self, position: int, index: int) -> int | None:
         if self.seed is None:

@@ -186,16 +186,11 @@ class _Run:
 
     def open_batches(self) -> None:
         """Keep batches `step` .. `step + lag` in flight, none beyond the last step."""
-        rollout, run = self.config.rollout, self.config.run
+        run = self.config.run
         wanted = min(1 + run.lag, run.steps - self.journal.step + 1)
         while len(self.batches) < wanted:
             prompts, step = self.prompts.take(), self.prompts.num_taken
-            sampling = Sampling(
-                group_size=rollout.group_size,
-                temperature=rollout.temperature,
-                max_tokens=rollout.max_tokens,
-                seed=(run.seed, 0, step) if rollout.engine.deterministic else None,
-            )
+            sampling = Sampling.of_step(self.config, step)
             self.batches.append(self.recovery.open_batch(self.fleet, step, prompts, sampling))
 
     async def sync(self) -> None:
