@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from paceline.rollout.pulse import FROZEN_S, QUIET_S, Pulse
 
 
-def seconds_until_frozen(used_s: Callable[[float], float], *, owes: Callable[[float], bool] = lambda s: True) -> float:
+def seconds_until_frozen(
+    used_s: Callable[[float], Mapping[int, float]], *, owes: Callable[[float], bool] = lambda s: True
+) -> float:
     """When an engine that was last heard of at 0 is called frozen, if it is looked at every second; -1 for never."""
     now_s = 0.0
     pulse = Pulse(lambda: used_s(now_s))
@@ -20,27 +22,30 @@ def seconds_until_frozen(used_s: Callable[[float], float], *, owes: Callable[[fl
     return -1.0
 
 
-def test_stopped_process_is_found_in_time() -> None:
-    assert seconds_until_frozen(lambda now_s: 3.0) <= QUIET_S + FROZEN_S + 1 <= 13
+@pytest.mark.parametrize("waiting", [0.0, 0.012, 0.03])
+def test_stopped_process_is_found_in_time_though_others_look_around_while_they_wait_for_it(waiting: float) -> None:
+    """A worker of vLLM that waits for EngineCore used 1.2 % of a core; eight of them are no life either."""
+    found_s = seconds_until_frozen(lambda now_s: {1: 3.0} | dict.fromkeys(range(2, 10), waiting * now_s))
+    assert 0 < found_s <= QUIET_S + FROZEN_S + 1 <= 13
 
 
-@pytest.mark.parametrize("share", [0.01, 0.1, 1.0, 16.0])
+@pytest.mark.parametrize("share", [0.1, 1.0, 16.0])
 def test_long_step_is_no_freeze_however_little_of_a_core_it_gets(share: float) -> None:
-    assert seconds_until_frozen(lambda now_s: share * now_s) == -1
+    assert seconds_until_frozen(lambda now_s: {1: 0.0, 2: share * now_s}) == -1
 
 
 def test_step_that_freezes_in_the_middle_is_found_from_there() -> None:
-    found_s = seconds_until_frozen(lambda now_s: min(now_s, 60.0))
+    found_s = seconds_until_frozen(lambda now_s: {1: min(now_s, 60.0)})
     assert 60 < found_s <= 60 + FROZEN_S + 2
 
 
-def test_compiler_that_ends_takes_its_time_with_it_and_is_life_even_so() -> None:
-    """Processes that compile are children; what they have used is not counted any more when they are gone."""
-    assert seconds_until_frozen(lambda now_s: 5.0 + (now_s % 7)) == -1
+def test_compilers_that_come_and_go_are_life() -> None:
+    """Each may end before anybody has seen it compute."""
+    assert seconds_until_frozen(lambda now_s: {1: 5.0, 100 + int(now_s // 5): 0.01}) == -1
 
 
 def test_nobody_looks_at_processes_of_an_engine_that_owes_nothing() -> None:
-    def unasked(now_s: float) -> float:
+    def unasked(now_s: float) -> Mapping[int, float]:
         raise AssertionError("this costs milliseconds")
 
     assert seconds_until_frozen(unasked, owes=lambda now_s: False) == -1
@@ -48,5 +53,5 @@ def test_nobody_looks_at_processes_of_an_engine_that_owes_nothing() -> None:
 
 def test_wait_for_others_does_not_count() -> None:
     """A push waits for the learner without using a core; after it the engine has its time again."""
-    found_s = seconds_until_frozen(lambda now_s: 3.0, owes=lambda now_s: not 4 <= now_s < 100)
+    found_s = seconds_until_frozen(lambda now_s: {1: 3.0}, owes=lambda now_s: not 4 <= now_s < 100)
     assert 100 + FROZEN_S < found_s <= 100 + FROZEN_S + 2

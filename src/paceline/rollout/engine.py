@@ -301,7 +301,7 @@ class VllmEngine:
             silent_s=silent_s if owes and not self._num_calls else 0.0, now_s=time.monotonic()
         )
         if still_s > FROZEN_S:
-            raise self._lose(f"frozen: no answer for {silent_s:.1f} s, and its processes have not used a core")
+            raise self._lose(f"frozen: no answer for {silent_s:.1f} s, and none of its processes computes")
         if self._in_flight and not self._paused and silent_s > self.config.progress_deadline_s:
             raise self._lose(f"no token for {silent_s:.1f} s with {len(self._in_flight)} requests in flight")
 
