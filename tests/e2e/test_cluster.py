@@ -78,7 +78,7 @@ def test_killed_engine_costs_no_group_and_no_process_and_comes_back(tmp_path, mo
     async def score(groups):
         seen.extend(rollout.key for group in groups for rollout in group.rollouts)
         if len(seen) == 2 * 8 * 4:
-            await asyncio.wait_for(healed.wait(), 240)  # a start takes longer than these small steps
+            await asyncio.wait_for(healed.wait(), 600)  # a start takes longer than these small steps
         return [[float(len(rollout.token_ids) % 2) for rollout in group.rollouts] for group in groups]
 
     async def work():
