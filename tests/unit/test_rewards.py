@@ -16,22 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from letters import Letters
 from paceline.config import JsonlData, ObjectiveConfig
 from paceline.learner.objective import is_trained_on
 from paceline.metrics import Recorder
 from paceline.orchestrator.reward_pool import RewardPool, find_reward
 from paceline.orchestrator.rewards import open_scorer
 from paceline.types import Group, PacelineError, Prompt, Rollout
-
-
-class Letters:
-    """A tokenizer of one token a letter."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids, skip_special_tokens=False) -> str:
-        return "".join(chr(token) for token in token_ids)
 
 
 class ListSink:
@@ -325,14 +316,16 @@ def test_run_ends_at_once_while_a_reward_hangs_and_takes_its_processes_along(
     tmp_path: Path, number: int, wait: str
 ) -> None:
     (tmp_path / "reward.py").write_text(HANGING.format(directory=str(tmp_path), wait=wait))
-    script = DRIVER.format(path=[str(Path(__file__).parent)], spec=f"{tmp_path}/reward.py:reward")
+    script = DRIVER.format(
+        path=[str(folder) for folder in Path(__file__).parents[:2]], spec=f"{tmp_path}/reward.py:reward"
+    )
     driver = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     try:
         while len(pids := [file.name.partition("-")[2] for file in tmp_path.glob("pid-*")]) < 4:
             assert driver.poll() is None, "the driver ended before its rewards were called"
             time.sleep(0.02)
         driver.send_signal(number)
-        driver.wait(timeout=30)
+        driver.wait(timeout=120)
     finally:
         driver.kill()
     await_end(" ".join(pids))
@@ -340,7 +333,7 @@ def test_run_ends_at_once_while_a_reward_hangs_and_takes_its_processes_along(
 
 def await_end(pids: str) -> None:
     """Wait until none of the processes is running."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     for pid in map(int, pids.split()):
         while is_running(pid):
             assert time.monotonic() < deadline, f"process {pid} was left behind"

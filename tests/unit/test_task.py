@@ -36,7 +36,7 @@ def test_held_out_rows_are_never_trained_on_and_epochs_differ_in_order(tmp_path)
 
 def test_missing_prompt_field_names_the_fields_that_are_there(tmp_path):
     data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", [{"question": "q"}] * 5)
-    with pytest.raises(ValueError, match=r"no text under 'prompt'; it has \['question'\]"):
+    with pytest.raises(ValueError, match=r"no prompt under 'prompt'; it has \['question'\]"):
         load_task(data, Letters(), seed=0, num_heldout=1)
 
 
@@ -55,14 +55,16 @@ def test_tokenizer_without_a_chat_template_says_where_it_goes(tmp_path):
     data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", [{"prompt": [CHAT]}] * 2)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"^data.prompt_key: train/0 .*chat_template.jinja in the directory of policy"):
+    with pytest.raises(
+        ValueError, match=r"^data.prompt_key: .*line 1: .*chat_template.jinja in the directory of policy"
+    ):
         load_task(data, cast("Tokenizer", tokenizer), seed=0, num_heldout=1)
 
 
 @pytest.mark.parametrize("content", [None, 7, [], {"role": "user", "content": "hi"}])
 def test_prompt_that_is_neither_text_nor_messages_is_refused(tmp_path, content):
     data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", [{"prompt": content}] * 2)
-    with pytest.raises(ValueError, match=r"^data.prompt_key: train/0 has .*must be a text or a list of messages"):
+    with pytest.raises(ValueError, match=r"^data.prompt_key: .*line 1: got .*must be a text or a list of messages"):
         load_task(data, Letters(), seed=0, num_heldout=1)
 
 

@@ -42,7 +42,7 @@ class Task:
 def make_prompt(identity: str, content: object, row: Row, tokenizer: Tokenizer) -> Prompt:
     """Make a prompt of a text as it is, or of messages ({"role", "content"}) through the tokenizer's chat template."""
     is_chat = isinstance(content, list) and bool(content)
-    text = _chat(content, tokenizer) if is_chat else content
+    text = _chat(cast("list[dict[str, str]]", content), tokenizer) if is_chat else content
     if not isinstance(text, str):
         raise ValueError(f"got {content!r:.60}; must be a text or a list of messages")
     try:
