@@ -55,9 +55,7 @@ def test_tokenizer_without_a_chat_template_says_where_it_goes(tmp_path):
     data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", [{"prompt": [CHAT]}] * 2)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(
-        ValueError, match=r"^data.prompt_key: .*line 1: .*chat_template.jinja in the directory of policy"
-    ):
+    with pytest.raises(ValueError, match=r"^data.prompt_key: .*line 1: .*chat_template.jinja in the directory"):
         load_task(data, cast("Tokenizer", tokenizer), seed=0, num_heldout=1)
 
 
