@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,3 +98,25 @@ def test_run_waits_for_gpus_that_another_job_is_about_to_free(nodes: dict[str, s
         return await waiting
 
     assert [bundle.node for bundle in asyncio.run(both()).bundles] == [nodes["eight"], nodes["two"]]
+
+
+def test_sigterm_reaches_the_run_after_ray_has_started() -> None:
+    """Ray's own handler aborts the process: a preempted run could not end its engines or say how to go on."""
+    program = """
+import asyncio, os, signal
+from paceline.cluster.placement import _ray
+from paceline.config import load_config
+
+async def work():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
+    with _ray(load_config(None), None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(30)
+
+try:
+    asyncio.run(work())
+except asyncio.CancelledError:
+    raise SystemExit(75)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120, check=False)
+    assert done.returncode == 75, done.stderr[-2000:]

@@ -8,8 +8,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
-from paceline.config import load_config
+from paceline.config import LearnerConfig, ObjectiveConfig, load_config
+from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.guard import GuardState, Rung
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.loop import Parts, train
@@ -25,6 +27,7 @@ from paceline.plan.simulate import (
     simulated_prompts,
 )
 from paceline.types import Group, Prompt, RolloutRequest, Sample
+from random_policy import make_policy
 
 SETTINGS = [
     "run.steps=6",
@@ -64,13 +67,15 @@ class EndedError(Exception):
 class Life:
     """One driver of a run, which ends after so many finished rollouts, if at all."""
 
-    def __init__(self, directory: Path, settings: Sequence[str] = (), ends_after: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, settings: Sequence[str] = (), ends_after: int | None = None, learner: Any = None
+    ) -> None:
         self.directory = directory
         self.config = load_config(None, [*SETTINGS, *settings])
         self.ends_after = ends_after
         self.requests: list[RolloutRequest] = []
         self.scored: list[str] = []
-        self.learner = ReplayedLearner()
+        self.learner: Any = learner or ReplayedLearner()
         self.num_finished = 0
 
     def run(self) -> bool:
@@ -157,6 +162,46 @@ def test_logged_rollouts_are_learnt_from_bit_for_bit_without_engine_or_reward(tm
     assert second.recovery.step == 0
     assert second.learner.policy == whole.learner.policy
     assert len(second.scored) == 4, "only the last batch had no rewards yet"
+
+
+class WholeLearner:
+    """The real learner as the loop sees it, in this process."""
+
+    def __init__(self, path: Path) -> None:
+        config = LearnerConfig(minibatches=2, microbatch_tokens=2048, learning_rate=1e-3, warmup_steps=9)
+        self.inner = FsdpLearner(path, config, ObjectiveConfig(), temperature=1.0, seed=3)
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            if method == "counters":
+                return {}
+            if method.startswith("logp"):
+                return self.inner.logp(*arguments).logp
+            return getattr(self.inner, method)(*arguments)
+
+        return call
+
+    def finish(self) -> dict[str, bytes]:
+        weights = {name: tensor.numpy().tobytes() for name, tensor in self.inner.weights(torch.float32)}
+        self.inner.close()
+        return weights
+
+
+def test_the_real_learner_ends_with_the_same_bits_after_two_interruptions(tmp_path):
+    model = make_policy(tmp_path / "model")
+    settings = ["objective.drop_uniform_groups=false", "run.steps=4"]
+
+    def live(name: str, ends_after: int | None = None) -> tuple[bool, dict[str, bytes]]:
+        life = Life(tmp_path / name, settings, ends_after, WholeLearner(model))
+        return life.run(), life.learner.finish()
+
+    _, expected = live("whole")
+    for ends_after in (13, 9):
+        ended, weights = live("run", ends_after)
+        assert not ended and weights != expected
+    ended, weights = live("run")
+    assert ended and weights == expected
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
 
 
 def test_a_damaged_checkpoint_costs_time_and_no_rollout(tmp_path):

@@ -16,8 +16,10 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -316,7 +318,8 @@ def _ray(config: Config, directory: Path | None) -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if config.cluster.address is not None:
         try:
-            ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+            with _keeping_sigterm():
+                ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
             yield
         finally:
             ray.shutdown()
@@ -326,19 +329,30 @@ def _ray(config: Config, directory: Path | None) -> Iterator[None]:
     # A laptop has fewer cores than a run has processes. Engines and learner take turns, so promising more does no harm.
     wanted = config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size
     with _reaped(directory):
-        ray.init(
-            address="local",
-            num_cpus=max(wanted, len(os.sched_getaffinity(0))),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=object_store_bytes(config, psutil.virtual_memory().total),
-            _system_config={"worker_niceness": 0},  # Ray's 15 would leave an engine what the desktop does not want
-        )
+        with _keeping_sigterm():
+            ray.init(
+                address="local",
+                num_cpus=max(wanted, len(os.sched_getaffinity(0))),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=object_store_bytes(config, psutil.virtual_memory().total),
+                _system_config={"worker_niceness": 0},  # Ray's 15 would leave an engine what the desktop does not want
+            )
         try:
             yield
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Put the handler of SIGTERM back when Ray has started: Ray's own prints a stack and aborts the driver, and nothing
+    of the run would be ended."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
