@@ -38,6 +38,7 @@ HARMLESS = frozenset(
         "run.sinks",
         "run.prometheus_port",
         "rollout.num_engines",
+        "rollout.max_restarts",
         "rollout.engine.start_deadline_s",
         "rollout.engine.call_deadline_s",
         "rollout.engine.push_deadline_s",
