@@ -243,13 +243,13 @@ def stream_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield kind and content of the records of a metrics.jsonl, one at a time. A last line cut off by a crash is left
     out."""
     for number, record in read_jsonl(path, strict=True):
-        try:
-            yield record.pop("kind"), record
-        except (LookupError, AttributeError, TypeError):  # no kind, not an object
+        kind = record.pop("kind", None) if isinstance(record, dict) else None
+        if not isinstance(kind, str):
             raise ValueError(
                 f"{path}, line {number}: got {str(record)[:60]!r}; must be one record of a run; delete the line to "
                 "read the others"
-            ) from None
+            )
+        yield kind, record
 
 
 def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:

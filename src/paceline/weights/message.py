@@ -5,7 +5,8 @@ Both become plain dicts where vLLM's rpc carries them (`deliver` and `WorkerExte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -84,11 +85,12 @@ class Push:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Push:
-        entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in plain["entries"])
-        scales = plain["kv_scales"]
-        if scales is not None:
-            scales = KvScales(version=scales["version"], **{part: tuple(scales[part]) for part in "qkv"})
-        return cls(**{**plain, "entries": entries, "quantised": tuple(plain["quantised"]), "kv_scales": scales})
+        with _typed("push"):
+            entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in plain["entries"])
+            scales = plain["kv_scales"]
+            if scales is not None:
+                scales = KvScales(version=scales["version"], **{part: tuple(scales[part]) for part in "qkv"})
+            return cls(**{**plain, "entries": entries, "quantised": tuple(plain["quantised"]), "kv_scales": scales})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,17 @@ class PushReport:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> PushReport:
-        return cls(**plain)
+        with _typed("push report"):
+            return cls(**plain)
+
+
+@contextmanager
+def _typed(what: str) -> Iterator[None]:
+    """Turn what a message of another form runs into to an error that says so."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{what}: got a message of another form ({error!r}); must be of this version") from error
 
 
 def check_staged(version: int, entries: Sequence[TensorEntry]) -> None:
