@@ -52,7 +52,7 @@ OWNERS = {
     "verl": ("integrations/verl.py",),
     "wandb": ("sinks.py",),
 }
-ENVIRONMENT_WRITERS = ("rollout/arguments.py", "cluster/placement.py")
+ENVIRONMENT_WRITERS = ("rollout/arguments.py", "cluster/ray_session.py")
 ENVIRONMENT_WRITES = ("update", "setdefault", "pop")
 UNSAFE_LIBRARIES = ("pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib")
 LONGEST_FUNCTION = 80

@@ -104,12 +104,12 @@ def test_sigterm_reaches_the_run_after_ray_has_started() -> None:
     """Ray's own handler aborts the process: a preempted run could not end its engines or say how to go on."""
     program = """
 import asyncio, os, signal
-from paceline.cluster.placement import _ray
+from paceline.cluster.ray_session import ray_session
 from paceline.config import load_config
 
 async def work():
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
-    with _ray(load_config(None), None):
+    with ray_session(load_config(None), None):
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(30)
 

@@ -73,15 +73,15 @@ def question(**changes) -> Question:
 
 def copies_of_the_loop(path: str, tree: ast.Module) -> list[str]:
     """Parts of the loop, of a selector or of its cost model that are defined anywhere but in their own file."""
-    loop_parts = {"one_step", "open_batches", "make_samples"}
+    homes = dict.fromkeys(("one_step", "open_batches"), "orchestrator/loop.py") | {
+        "make_samples": "orchestrator/samples.py"
+    }
     found = []
     for node in ast.walk(tree):
         match node:
             case ast.AsyncFunctionDef(name="train") if path != "orchestrator/loop.py":
                 found.append(f"{path}: train")
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if (
-                name in loop_parts and path != "orchestrator/loop.py"
-            ):
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if homes.get(name, path) != path:
                 found.append(f"{path}: {name}")
             case ast.ClassDef(name=name, body=body) if not path.startswith("selector/"):
                 methods = {part.name for part in body if isinstance(part, ast.FunctionDef)}

@@ -284,6 +284,7 @@ def test_file_that_changed_under_the_run_stops_it(tmp_path: Path) -> None:
 
 DRIVER = """
 import asyncio, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # is ignored where a shell started this in the background
 sys.path[:0] = {path!r}
 from test_rewards import Letters, ListSink, group_of
 from paceline.config import JsonlData

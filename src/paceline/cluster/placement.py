@@ -12,32 +12,24 @@ too, so that neither Ctrl-C nor a crash leaves anything.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import secrets
-import shutil
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.cluster import reaper
 from paceline.cluster.actors import EngineActor, LearnerActor
 from paceline.cluster.layout import ClusterLayout, plan
 from paceline.cluster.proxies import CLOSE_DEADLINE_S, RemoteEngine, RemoteLearner
-from paceline.cluster.resources import cluster_nodes, object_store_bytes
+from paceline.cluster.ray_session import ray_session
+from paceline.cluster.resources import cluster_nodes
 from paceline.cluster.sender import RemoteSender
 from paceline.cluster.trainers import RemoteTrainer, RoundSender
 from paceline.config import Config, EngineConfig, LearnedDrafter, SpeculationConfig
@@ -153,7 +145,7 @@ class EngineRoom:
 async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Cluster]:
     """Place and start every process of a run; all of them are gone when the context ends."""
     directory = training_directory(config)
-    with _ray(config, directory):
+    with ray_session(config, directory):
         layout = await decide(config)
         if directory is not None:
             _check_training(config, layout)
@@ -174,7 +166,7 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
 
 async def rehearse(config: Config) -> ClusterLayout:
     """Start or join Ray as a run does, and say where the run's processes would go; nothing else is started."""
-    with _ray(config, None):
+    with ray_session(config, None):
         return await decide(config)
 
 
@@ -309,66 +301,6 @@ def _hand_over(config: Config, model_path: Path, directory: Path) -> HiddenState
     return HiddenStateWriterSettings(
         directory=documents_in(directory), taps=read_taps(checkpoint, model_path), buffer=speculation.training.buffer
     )
-
-
-@contextmanager
-def _ray(config: Config, directory: Path | None) -> Iterator[None]:
-    """Connect to a cluster, or start Ray on this machine for as long as the context lasts; `directory` is removed with
-    it, last and once: its name is free then, and another run may take it."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    if config.cluster.address is not None:
-        try:
-            with _keeping_sigterm():
-                ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-            yield
-        finally:
-            ray.shutdown()
-            if directory is not None:
-                shutil.rmtree(directory, ignore_errors=True)
-        return
-    # A laptop has fewer cores than a run has processes. Engines and learner take turns, so promising more does no harm.
-    wanted = config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size
-    with _reaped(directory):
-        with _keeping_sigterm():
-            ray.init(
-                address="local",
-                num_cpus=max(wanted, len(os.sched_getaffinity(0))),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=object_store_bytes(config, psutil.virtual_memory().total),
-                _system_config={"worker_niceness": 0},  # Ray's 15 would leave an engine what the desktop does not want
-            )
-        try:
-            yield
-        finally:
-            ray.shutdown()
-
-
-@contextmanager
-def _keeping_sigterm() -> Iterator[None]:
-    """Put the handler of SIGTERM back when Ray has started: Ray's own prints a stack and aborts the driver, and nothing
-    of the run would be ended."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _reaped(directory: Path | None) -> Iterator[None]:
-    """What is started inside ends with the context, or with this process if that comes first, and `directory` is
-    removed."""
-    mark = secrets.token_hex(8)
-    os.environ[reaper.VARIABLE] = mark
-    # Its standard input ends when this process does, however that happens. A session of its own: Ctrl-C is not for it.
-    command = [sys.executable, "-m", reaper.__name__, mark, *([str(directory)] if directory is not None else [])]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
-    try:
-        yield
-    finally:
-        process.communicate()
-        os.environ.pop(reaper.VARIABLE)
 
 
 def reserve(layout: ClusterLayout) -> PlacementGroup:
