@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
@@ -40,6 +41,10 @@ def gone(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def sockets_of(processes: list[psutil.Process]) -> set[str]:
+    return {str(c.laddr) for process in processes for c in process.net_connections("unix") if c.laddr}
 
 
 def wait_until(condition, seconds: float) -> bool:
@@ -190,10 +195,12 @@ def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path):
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGINT], ids=["crash", "ctrl-c"])
 def test_nothing_outlives_the_driver(tmp_path, blow):
-    """Orphaned engines hold memory until somebody notices; 10 s after the driver's end none may be left."""
+    """Orphaned engines hold memory until somebody notices; 10 s after the driver's end none may be left. While they
+    live, nobody outside the machine and no other user may reach them."""
     command = [sys.executable, "-m", "paceline.cli", "train", "configs/arena.toml", "policy.model=arena:tiny", *SMALL]
     command += [
         "run.steps=100",
+        "learner.world_size=2",
         "rollout.max_tokens=600",
         "rollout.engine.max_model_len=768",
         f'run.directory="{tmp_path}"',
@@ -216,6 +223,10 @@ def test_nothing_outlives_the_driver(tmp_path, blow):
     # lies in memory.
     commands = [" ".join(process.cmdline()) for process in family]
     assert any("EngineCore" in command or "spawn_main" in command for command in commands), commands
+    listening = {c.laddr.ip for process in family for c in process.net_connections("inet") if c.status == "LISTEN"}
+    assert listening and all(ip_address(ip.removeprefix("::ffff:")).is_loopback for ip in listening), listening
+    (scratch,) = {Path(c).parents[3] for c in sockets_of(family) if c.endswith("/plasma_store")}
+    assert scratch.stat().st_mode & 0o777 == 0o700
     driver.send_signal(blow)
     assert wait_until(lambda: driver.poll() is not None and all(gone(process) for process in family), 10), [
         (process.pid, process.name()) for process in family if not gone(process)
@@ -223,4 +234,5 @@ def test_nothing_outlives_the_driver(tmp_path, blow):
     if blow == signal.SIGINT:
         assert driver.returncode == 130
         assert "Traceback" not in (tmp_path / "log").read_text()
+    assert wait_until(lambda: not scratch.exists(), 10)
     assert json.loads(metrics.read_text().splitlines()[0])["kind"] == "run"

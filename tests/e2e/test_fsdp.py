@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paceline.config import CalibrationConfig, LearnerConfig, ObjectiveConfig
@@ -50,7 +51,7 @@ def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> N
         temperature=0.9,
         seed=5,
         rank=rank,
-        init_method=f"file://{out / 'meeting'}",
+        store=FileStore(str(out / "meeting"), world_size),
         num_threads=1,
     )
     samples = make_samples(7)
@@ -91,7 +92,7 @@ def run_from_state(model: Path, out: Path, rank: int, world_size: int, state: st
         temperature=0.9,
         seed=5,
         rank=rank,
-        init_method=f"file://{out / 'meeting'}",
+        store=FileStore(str(out / "meeting"), world_size),
         num_threads=1,
     )
     if Path(state).exists():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import ray
 import torch
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
 from paceline.cluster.clock import this_machine
 from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
@@ -25,7 +25,7 @@ from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.hidden_states import HiddenStateWriter, HiddenStateWriterSettings
 from paceline.types import DeviceKind, Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample
 from paceline.weights.deliver import join
-from paceline.weights.distributed import DistributedSender, GroupAddress
+from paceline.weights.distributed import DistributedSender, GroupAddress, host_store, join_store
 from paceline.weights.message import Push
 from paceline.weights.shared_memory import ShmSender
 
@@ -144,13 +144,13 @@ class LearnerActor:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._store: Store | None = None
 
-    def rendezvous(self) -> str:
-        """Address at which the ranks find each other; asked of rank 0."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{address}:{probe.getsockname()[1]}"
+    def rendezvous(self, timeout_s: float) -> tuple[str, int]:
+        """Open the store at which the ranks find each other; asked of rank 0."""
+        host = ray.util.get_node_ip_address()
+        self._store = store = host_store(host, timeout_s)
+        return host, store.port
 
     def start(
         self,
@@ -159,7 +159,7 @@ class LearnerActor:
         objective: ObjectiveConfig,
         temperature: float,
         seed: int,
-        rendezvous: str | None,
+        rendezvous: tuple[str, int] | None,
         engine: EngineConfig,
         num_threads: int | None,
         cores: Sequence[int] | None,
@@ -169,6 +169,8 @@ class LearnerActor:
     ) -> None:
         if cores is not None:
             os.sched_setaffinity(0, cores)
+        if rendezvous is not None and self._store is None:
+            self._store = join_store(*rendezvous, config.deadline_s)
         self._learner = FsdpLearner(
             model_path,
             config,
@@ -176,7 +178,7 @@ class LearnerActor:
             temperature=temperature,
             seed=seed,
             rank=self._rank,
-            init_method=rendezvous,
+            store=self._store,
             num_threads=num_threads,
             device=device,
         )

@@ -195,7 +195,9 @@ class RemoteLearner:
         device: DeviceKind,
         transport: Transport,
     ) -> None:
-        rendezvous = await _plain(self.actors[0].rendezvous.remote()) if len(self.actors) > 1 else None
+        rendezvous = None
+        if len(self.actors) > 1:
+            rendezvous = await _plain(self.actors[0].rendezvous.remote(config.learner.deadline_s))
         await self._all(
             "start",
             model_path,

@@ -5,9 +5,9 @@ of a run inherits a mark in its environment, wherever it moves, so that nobody e
 that sets its title may wipe the mark, as Ray's agents do; it is known as the child of one that has it, and noted while
 that one lives.
 
-    python -m paceline.cluster.reaper MARK [DIRECTORY]      waits until its standard input, a pipe from the driver, ends
+    python -m paceline.cluster.reaper MARK DIRECTORY...   waits until its standard input, a pipe from the driver, ends
 
-The directory is the run's own in shared memory, which nothing else would ever empty.
+The directories are the run's own, in shared memory and for Ray; nothing else would ever empty them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def belonging(mark: str) -> set[psutil.Process]:
     return {process for process in carriers if process.pid != os.getpid()}
 
 
-def main(mark: str, directory: str | None = None) -> None:
+def main(mark: str, *directories: str) -> None:
     known: set[psutil.Process] = set()
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
         known |= belonging(mark)
@@ -53,7 +53,7 @@ def main(mark: str, directory: str | None = None) -> None:
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(alive, timeout=0.2)
-    if directory is not None:
+    for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
 
 

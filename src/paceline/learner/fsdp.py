@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -54,19 +55,16 @@ class FsdpLearner:
         temperature: float,
         seed: int = 0,
         rank: int = 0,
-        init_method: str | None = None,
+        store: Store | None = None,
         num_threads: int | None = None,
         device: DeviceKind | None = None,
     ) -> None:
-        """`init_method` is where the ranks meet, as torch.distributed spells it (`tcp://127.0.0.1:29500`,
-        `file:///shared/meeting`); a single rank needs none. `temperature` is that of the rollouts: their
+        """`store` is where the ranks meet; a single rank needs none. `temperature` is that of the rollouts: their
         log-probabilities are taken after it. `device` None is a GPU if this process has one."""
         if not temperature > 0:
             raise ValueError(f"temperature: got {temperature}; must be above 0 because logits are divided by it")
-        if config.world_size > 1 and init_method is None:
-            raise ValueError(
-                f"init_method: got None; must be given because {config.world_size} ranks have to meet somewhere"
-            )
+        if config.world_size > 1 and store is None:
+            raise ValueError(f"store: got None; must be given because {config.world_size} ranks have to meet somewhere")
         self._path = Path(model_path)
         self._config = config
         self._objective = objective
@@ -79,7 +77,7 @@ class FsdpLearner:
         """Scales for an FP8 KV cache; None before the first `calibrate`."""
         self._device = _prepare_device(rank, seed, num_threads, device)
         policy, self._names = load_policy(self._path)
-        _join(config, rank, self._device, init_method)
+        _join(config, rank, self._device, store or HashStore())
         self._scorer = TokenScorer(policy, temperature)
         self._layers = _shard(self._scorer, config, self._device)
         self._optimizer = torch.optim.AdamW(
@@ -333,12 +331,10 @@ def _prepare_device(rank: int, seed: int, num_threads: int | None, kind: DeviceK
     return device
 
 
-def _join(config: LearnerConfig, rank: int, device: torch.device, init_method: str | None) -> None:
+def _join(config: LearnerConfig, rank: int, device: torch.device, store: Store) -> None:
     """Meet the other ranks. The timeout bounds how long a rank waits for one that died."""
-    store = dist.HashStore() if init_method is None else None  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(
         collective_backend(device),
-        init_method=init_method,
         store=store,
         rank=rank,
         world_size=config.world_size,

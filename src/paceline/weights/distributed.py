@@ -18,6 +18,7 @@ that has lost a member is made anew. Until then nobody waits longer than the gro
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,6 +49,23 @@ class GroupAddress:
     timeout_s: float
 
 
+def host_store(host: str, timeout_s: float) -> TCPStore:
+    """A store that processes meet at, open on this address only; TCPStore by itself listens on all of the machine's."""
+    listener = socket.create_server((host, 0), backlog=2048)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
 class DistributedSender:
     """Rank 0 of the group. Only the learner's rank that sends makes one."""
 
@@ -62,9 +80,7 @@ class DistributedSender:
         """Open a new group for so many workers, in place of the last one; `join` waits for them."""
         self._group = None
         if self._store is None:
-            self._store = TCPStore(
-                host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-            )
+            self._store = host_store(host, timeout_s)
         name = f"paceline-{secrets.token_hex(8)}"
         self._address = GroupAddress(
             name=name, host=host, port=self._store.port, size=1 + num_workers, timeout_s=timeout_s
@@ -158,7 +174,7 @@ class DistributedReceiver:
     def join(self, address: GroupAddress, rank: int) -> None:
         """Join the sender's group, in place of the last one; returns when all its members have."""
         self.close()
-        store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=address.timeout_s))
+        store = join_store(address.host, address.port, address.timeout_s)
         self._group = _ProcessGroup(address, store, rank=rank, device=self._device)
         self._name = address.name
 
