@@ -42,7 +42,6 @@ def sample_of(logp: list[float], *, engine: str = "a", key: tuple[int, int] = (0
         num_prompt_tokens=3,
         logp=np.array(logp, np.float32),
         advantage=1.0,
-        policy_version=0,
         engine=engine,
         rollout_key=key,
     )

@@ -1,4 +1,4 @@
-"""The loop over simulated ends: nothing is lost, the lag is kept, pushes that fail have consequences."""
+"""The loop over simulated ends: nothing is lost or too old, pushes that fail have consequences."""
 
 import asyncio
 import json
@@ -10,7 +10,8 @@ import pytest
 
 from paceline.config import Config, load_config
 from paceline.metrics import JsonlSink, Recorder, read_metrics
-from paceline.orchestrator.fleet import Fleet, Sampling
+from paceline.orchestrator.fleet import Fleet
+from paceline.orchestrator.groups import Sampling
 from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
@@ -137,21 +138,27 @@ def test_loss_of_every_engine_ends_the_run_instead_of_waiting_for_ever(tmp_path)
         simulate(tmp_path, load_config(None, SMALL), num_engines=1, lose_at_s=0.9)
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
-def test_rollouts_are_never_older_than_the_lag(tmp_path, lag):
-    config = load_config(None, [*SMALL, "run.steps=8", f"run.lag={lag}"])
-    _, learner = simulate(tmp_path, config, learner=CountingLearner(seconds_per_token=0.001))
+@pytest.mark.parametrize("max_age", [0, 1, 2])
+def test_rollouts_are_never_older_than_allowed(tmp_path, max_age):
+    config = load_config(None, [*SMALL, "run.steps=8", f"run.max_age={max_age}"])
+    records, learner = simulate(tmp_path, config, learner=CountingLearner(seconds_per_token=0.001))
     assert len(learner.batches) == 8
-    ages = [step - 1 - sample.policy_version for step, batch in enumerate(learner.batches, start=1) for sample in batch]
-    assert max(ages) == lag
+    ages = [
+        step - 1 - sample.version_spans[0][0] for step, batch in enumerate(learner.batches, start=1) for sample in batch
+    ]
+    assert max(ages) == max_age
+    steps = [record["metrics"] for record in records["step"]]
+    assert max(step["rollout/age_max"] for step in steps) == max_age and steps[0]["rollout/age_max"] == 0
+    assert all(step["rollout/age_mean"] <= step["rollout/age_max"] for step in steps)
+    assert {step["rollout/max_age_exceeded"] for step in steps} == {0}
 
 
-def test_a_lag_hides_the_learner_behind_generation(tmp_path):
+def test_asynchronous_training_hides_the_learner_behind_generation(tmp_path):
     times = {}
-    for lag in (0, 1):
-        config = load_config(None, [*SMALL, "run.steps=8", f"run.lag={lag}"])
-        records, _ = simulate(tmp_path / str(lag), config, learner=CountingLearner(seconds_per_token=0.001))
-        times[lag] = records["step"][-1]["time_s"]
+    for max_age in (0, 1):
+        config = load_config(None, [*SMALL, "run.steps=8", f"run.max_age={max_age}"])
+        records, _ = simulate(tmp_path / str(max_age), config, learner=CountingLearner(seconds_per_token=0.001))
+        times[max_age] = records["step"][-1]["time_s"]
     assert times[1] < 0.8 * times[0]
 
 
@@ -210,7 +217,9 @@ def test_group_with_a_failed_reward_is_not_trained_on_and_not_part_of_a_mean(tmp
 
 
 def test_evaluation_does_not_mix_with_training_rollouts(tmp_path):
-    config = load_config(None, [*SMALL, "run.lag=1", "eval.every=2", "eval.num_prompts=6", "eval.samples_per_prompt=2"])
+    config = load_config(
+        None, [*SMALL, "run.max_age=1", "eval.every=2", "eval.num_prompts=6", "eval.samples_per_prompt=2"]
+    )
     records, learner = simulate(tmp_path, config)
     assert [record["step"] for record in records["eval"]] == [0, 2, 3]
     assert all(record["metrics"]["eval/accuracy"] == 0.5 for record in records["eval"])

@@ -354,7 +354,7 @@ def test_lengths_are_read_from_every_kind_of_file(tmp_path):
 def test_an_answer_can_be_run_and_says_how_sure_it_is():
     found = answer(question(), context=make_context())
     config = check(recommended(found))
-    arm = found.arms["asynchrony" if config.run.lag else "plain"]
+    arm = found.arms["asynchrony" if config.run.max_age else "plain"]
     assert config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size <= 8
     assert (config.rollout.num_engines, config.learner.world_size) == (arm.layout.num_engines, arm.layout.learner_gpus)
     assert config.rollout.prompts_per_step * config.rollout.group_size == 128

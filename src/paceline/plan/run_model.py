@@ -157,7 +157,7 @@ def _config(scenario: Scenario) -> Config:
         None,
         [
             f"run.steps={scenario.warmup + scenario.steps + 2 * scenario.lag}",
-            f"run.lag={scenario.lag}",
+            f"run.max_age={scenario.lag}",
             f"rollout.prompts_per_step={scenario.num_groups}",
             f"rollout.group_size={scenario.group_size}",
             f"rollout.max_tokens={scenario.lengths.maximum}",
