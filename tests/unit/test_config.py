@@ -58,6 +58,7 @@ def test_kind_of_data_chooses_its_settings():
             ["rollout.engine.max_num_seq=3"],
             r"^rollout\.engine\.max_num_seq: unknown key; did you mean rollout\.engine\.max_num_seqs\?$",
         ),
+        (["run.lag=2"], r"^run\.lag: got 2; must be run\.max_age, in policy versions,"),
         (["quantum=3"], r"^quantum: unknown key$"),
         (["run.steps=0"], r"^run\.steps: got 0; input should be greater than or equal to 1$"),
         (["run.steps=many"], r"^run\.steps: got 'many'; input should be a valid integer"),

@@ -87,12 +87,13 @@ def version_spans(completion: CompletionOutput, submitted: int, now: int) -> Ver
 
     vLLM 0.30 and 0.31 do not label tokens. There all but the last count as drawn by the version at the submission,
     which is too old for those that came after a sync, and by a version for a rollout that waited in vLLM's queue while
-    new weights came (asynchronous training only): an age is never too low.
+    new weights came (asynchronous training only).
     """
     num_tokens = len(completion.token_ids)
     if "weight_versions" not in vars(completion):
-        parts = ((submitted, num_tokens - 1), (now, 1)) if now != submitted else ((submitted, num_tokens),)
-        return tuple(part for part in parts if part[1]) or ((submitted, num_tokens),)
+        if now == submitted or num_tokens < 2:
+            return ((submitted, num_tokens),)
+        return ((submitted, num_tokens - 1), (now, 1))
     assert completion.weight_versions, "vLLM labels every token with the version that the engine was told"
     spans = tuple((int(s.version), s.end - s.start) for s in completion.weight_versions if s.end > s.start)
     assert sum(length for _, length in spans) == num_tokens, "labels cover all tokens"
