@@ -138,7 +138,7 @@ class Sample:
     """Behaviour log-probabilities of the response tokens."""
     advantage: float
     version_spans: VersionSpans = ()
-    """Of the response's tokens; without any they count as drawn by the present policy."""
+    """Those of the rollout; without any, all tokens count as drawn by the present policy."""
     engine: str = ""
     """Engine that drew the rollout: a mismatch of one engine has another cause than one of all."""
     rollout_key: tuple[int, int] | None = None

@@ -42,7 +42,7 @@ so an answer that comes too late cannot be taken for another."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _OpenGroup:
+class _Untaken:
     """A group that no step has taken."""
 
     prompt: Prompt
@@ -66,7 +66,7 @@ class Intake:
         self.dropped: list[int] = []
         """Groups that the last step found dropped."""
         self._newly_dropped: list[int] = []
-        self._open: dict[int, _OpenGroup] = {}
+        self._open: dict[int, _Untaken] = {}
         self._held: list[int] = []
         """Open groups that are not sampled yet."""
         self._num_ready = 0
@@ -146,7 +146,7 @@ class Intake:
         """Open a group, unless it was dropped in a step that comes again."""
         if any(position in taken.dropped for taken in self._recovery.taken.values()):
             return
-        self._open[position] = _OpenGroup(prompt=prompt, group_id=position)
+        self._open[position] = _Untaken(prompt=prompt, group_id=position)
         if (group := self._recovery.logged(position, prompt)) is not None:
             self._finish(position, group)
         else:

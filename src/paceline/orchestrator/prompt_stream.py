@@ -18,7 +18,7 @@ class PromptStream:
         self._prompts = prompts
         self._ahead: deque[Prompt] = deque()
         self._sha256 = ""
-        """Of all prompts that were taken; each is of the one before it as well."""
+        """Covers all prompts that were taken: each checksum is of the one before it as well."""
         self.num_taken = 0
 
     def peek(self, num: int) -> list[Prompt]:
