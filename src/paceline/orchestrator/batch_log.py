@@ -52,7 +52,7 @@ class BatchLog:
         """Files that did not verify."""
         remove_partials(directory)
         self._left: dict[str, list[Path]] = defaultdict(list)
-        for file in sorted(directory.glob("*-*-*")):
+        for file in sorted(directory.glob("[gs]*-*-*")):
             self._left[file.name.rpartition("-")[0]].append(file)
 
     def put(self, position: int, group: Group) -> None:
@@ -82,12 +82,19 @@ class BatchLog:
     def taken(self) -> dict[int, Taken]:
         """What each step took, as far as an earlier writer has left it."""
         names = [name for name in self._left if name.startswith("step-")]
-        contents = {int(name.removeprefix("step-")): self._read(name, ".json") for name in names}
-        return {step: Taken(**json.loads(content)) for step, content in contents.items() if content is not None}
+        found: dict[int, Taken] = {}
+        for name in names:
+            content = self._read(name, ".json")
+            try:
+                if content is not None:
+                    found[int(name.removeprefix("step-"))] = Taken(**json.loads(content))
+            except (TypeError, ValueError):  # written by another version
+                self.num_broken += 1
+        return found
 
     def forget(self, *, step: int, num_opened: int, still_open: Collection[int]) -> None:
         """Remove what a checkpoint of this step covers: of the first `num_opened` groups all that are not open."""
-        for file in self._directory.glob("*-*-*"):
+        for file in self._directory.glob("[gs]*-*-*"):
             kind, number, _ = file.name.split("-")
             covered = int(number) < num_opened and int(number) not in still_open
             if covered if kind == "group" else int(number) <= step:
