@@ -11,14 +11,15 @@ import pytest
 
 from paceline.config import Config, load_config
 from paceline.metrics import JsonlSink, Recorder
+from paceline.orchestrator.batch_log import Taken
 from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.intake import Intake
 from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.online_drafter import Off
 from paceline.orchestrator.recovery import Recovery
-from paceline.plan.simulate import SimulatedEngine, run_virtual, simulated_prompts
-from paceline.types import Group, Rollout, RolloutRequest
+from paceline.plan.simulate import SimulatedEngine, finished_rollout, run_virtual, simulated_prompts
+from paceline.types import Group, Prompt, Rollout, RolloutRequest
 
 Lengths = Callable[[RolloutRequest], int]
 TRIES = 2**48
@@ -65,6 +66,7 @@ def stream(
     engine: type[SimulatedEngine] = SimulatedEngine,
     lose_at_s: float | None = None,
     drop_at_s: Sequence[float] = (),
+    recovery: Recovery | None = None,
 ) -> Streamed:
     """Run all steps with a learner that takes `learner_s`; at `drop_at_s` some group that is sampled is dropped."""
     found = Streamed()
@@ -86,7 +88,7 @@ def stream(
         ]
         journal, loop = Journal(Recorder(JsonlSink(Path(os.devnull)))), asyncio.get_running_loop()
         async with Fleet(Members(engines), Off(), max_in_flight=slots, on_lost=lambda *_: None) as fleet:
-            intake = Intake(simulated_prompts(), config, fleet, Recovery(None, config), journal)
+            intake = Intake(simulated_prompts(), config, fleet, recovery or Recovery(None, config), journal)
             for at_s in drop_at_s:
                 loop.call_at(at_s, _drop_one, fleet, found)
             for step in range(1, config.run.steps + 1):
@@ -242,3 +244,38 @@ def test_aborting_trains_on_shorter_answers_than_the_policy_gives_and_waiting_do
     print({too_old: (round(min(found), 3), round(max(found), 3)) for too_old, found in shares.items()})
     assert all(share == pytest.approx(1.0) for share in shares["wait"])
     assert max(shares["abort"]) < 0.95
+
+
+class Remembering(Recovery):
+    """What an earlier driver has logged: some steps, and the groups that they took."""
+
+    def __init__(self, config: Config, taken: dict[int, list[int]]) -> None:
+        super().__init__(None, config)
+        self.taken = {step: Taken(groups=groups, dropped=[], rewards=[]) for step, groups in taken.items()}
+        self._versions = {position: step - 1 for step, groups in taken.items() for position in groups}
+
+    def logged(self, position: int, prompt: Prompt) -> Group | None:
+        if position not in self._versions:
+            return None
+        requests = [
+            RolloutRequest(group_id=position, index=i, prompt_ids=prompt.token_ids, max_tokens=9, temperature=1.0)
+            for i in range(2)
+        ]
+        version = self._versions[position]
+        rollouts = [
+            finished_rollout(request, 5, engine="e", started_s=0.0, version=version, version_end=version)
+            for request in requests
+        ]
+        return Group(group_id=position, prompt=prompt, rollouts=tuple(rollouts))
+
+
+def test_what_was_in_flight_is_not_begun_before_the_steps_that_come_again_are_through():
+    """Groups 8 to 11 waited for an engine while three steps were made. Begun with the first of them, they would be of
+    age 3 when the fourth takes them."""
+    config = config_of("run.max_age=2")
+    taken = {1: [0, 1, 2, 3], 2: [4, 5, 6, 7], 3: [12, 13, 14, 15]}
+    found = stream(config, one_long(-1), recovery=Remembering(config, taken))
+    assert [list(groups) for groups in found.taken[:3]] == list(taken.values())
+    assert found.positions() == list(range(24))
+    assert max(max(found.ages(step)) for step in range(1, 7)) <= 2
+    assert {request.group_id for request in found.requests} == {8, 9, 10, 11, *range(16, 24)}
