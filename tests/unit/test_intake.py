@@ -67,6 +67,7 @@ def stream(
     lose_at_s: float | None = None,
     drop_at_s: Sequence[float] = (),
     recovery: Recovery | None = None,
+    lessor: Off | None = None,
 ) -> Streamed:
     """Run all steps with a learner that takes `learner_s`; at `drop_at_s` some group that is sampled is dropped."""
     found = Streamed()
@@ -87,7 +88,7 @@ def stream(
             for i in range(num_engines)
         ]
         journal, loop = Journal(Recorder(JsonlSink(Path(os.devnull)))), asyncio.get_running_loop()
-        async with Fleet(Members(engines), Off(), max_in_flight=slots, on_lost=lambda *_: None) as fleet:
+        async with Fleet(Members(engines), lessor or Off(), max_in_flight=slots, on_lost=lambda *_: None) as fleet:
             intake = Intake(simulated_prompts(), config, fleet, recovery or Recovery(None, config), journal)
             for at_s in drop_at_s:
                 loop.call_at(at_s, _drop_one, fleet, found)
@@ -223,6 +224,31 @@ def test_an_aborted_rollout_that_was_not_submitted_never_is():
     config = config_of("run.max_age=1", "run.too_old=abort", "run.steps=20")
     found = stream(config, random_lengths(5, median=10), num_engines=2, slots=8, engine=Slow, learner_s=0.02)
     assert found.positions() == list(range(80)) and aborted
+
+
+def test_an_engine_counts_as_idle_only_when_it_has_aborted_what_it_should():
+    """Otherwise its device would be leased, and the engine told to sleep, with requests in flight."""
+    engines: dict[str, SimulatedEngine] = {}
+    drained: list[str] = []
+
+    class Slow(SimulatedEngine):
+        async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+            engines[self.name] = self
+            await super().submit(requests)
+
+        async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+            await asyncio.sleep(2.0)
+            await super().abort(keys)
+
+    class Watching(Off):
+        def on_drained(self, engine: str) -> None:
+            assert not engines[engine]._running and not engines[engine]._waiting
+            drained.append(engine)
+
+    config = config_of("run.max_age=1", "run.too_old=abort", "run.steps=20")
+    lengths = random_lengths(5, median=10)
+    found = stream(config, lengths, num_engines=8, slots=2, engine=Slow, learner_s=0.02, lessor=Watching())
+    assert found.positions() == list(range(80)) and drained
 
 
 def test_aborting_trains_on_shorter_answers_than_the_policy_gives_and_waiting_does_not():
