@@ -29,7 +29,8 @@ DETAILS = ("rollouts", "draft_length", "mismatch", "places", "texts")
 """Kinds of records that are not kept for every step of a long run."""
 DETAIL_BYTES = 64 * 2**20
 _BLOCK_STEPS = 8
-"""Successive steps that are kept or dropped together: with a lag, one step does not tell what engines did."""
+"""Successive steps that are kept or dropped together: in asynchronous training one step does not tell what engines
+did."""
 _DETAIL_LINE = re.compile(rb'\{"kind": "(?:%s)", "step": (\d+),' % "|".join(DETAILS).encode())
 
 

@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+VersionSpans = tuple[tuple[int, int], ...]
+"""Policy version and number of tokens of each stretch of a response that one version has drawn, in order."""
 
 
 DeviceKind = Literal["cpu", "gpu"]
@@ -76,7 +78,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One sampled response with its behaviour log-probabilities and the policy version that produced it."""
+    """One sampled response with its behaviour log-probabilities and the policy versions that drew it."""
 
     group_id: int
     index: int
@@ -85,10 +87,8 @@ class Rollout:
     logp: Floats
     """Log-probability of each token under the distribution that it was drawn from (after temperature)."""
     finish_reason: Literal["stop", "length"]
-    policy_version: int
-    """Version at the first token."""
-    policy_version_end: int
-    """Version at the last token; differs when a sync came in between (asynchronous training)."""
+    version_spans: VersionSpans
+    """Covers all tokens; more than one stretch when a sync came in between (asynchronous training)."""
     engine: str
     started_s: float
     """Seconds on the monotonic clock of the machine; a RemoteEngine gives them on the driver's."""
@@ -102,6 +102,16 @@ class Rollout:
     def key(self) -> tuple[int, int]:
         return (self.group_id, self.index)
 
+    @property
+    def policy_version(self) -> int:
+        """Version of the first token, and so the oldest."""
+        return self.version_spans[0][0]
+
+    @property
+    def policy_version_end(self) -> int:
+        """Version of the last token."""
+        return self.version_spans[-1][0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
@@ -110,6 +120,11 @@ class Group:
     group_id: int
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+    @property
+    def policy_version(self) -> int:
+        """Version of its oldest token."""
+        return min(rollout.policy_version for rollout in self.rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,7 +137,8 @@ class Sample:
     logp: Floats
     """Behaviour log-probabilities of the response tokens."""
     advantage: float
-    policy_version: int
+    version_spans: VersionSpans = ()
+    """Those of the rollout; without any, all tokens count as drawn by the present policy."""
     engine: str = ""
     """Engine that drew the rollout: a mismatch of one engine has another cause than one of all."""
     rollout_key: tuple[int, int] | None = None
@@ -139,7 +155,7 @@ class Sample:
             num_prompt_tokens=len(rollout.prompt_ids),
             logp=rollout.logp,
             advantage=advantage,
-            policy_version=rollout.policy_version,
+            version_spans=rollout.version_spans,
             engine=rollout.engine,
             rollout_key=rollout.key,
         )
@@ -148,7 +164,7 @@ class Sample:
     def of_prompt(cls, prompt: Prompt) -> Sample:
         """A prompt that nobody has answered yet."""
         tokens, nothing = prompt.token_ids, np.empty(0, np.float32)
-        return cls(token_ids=tokens, num_prompt_tokens=len(tokens), logp=nothing, advantage=0.0, policy_version=0)
+        return cls(token_ids=tokens, num_prompt_tokens=len(tokens), logp=nothing, advantage=0.0)
 
     @property
     def num_response_tokens(self) -> int:
@@ -207,6 +223,10 @@ class Engine(Protocol):
 
     async def collect(self) -> Sequence[Rollout]:
         """Wait until at least one rollout has finished, then return all that have, each exactly once."""
+        ...
+
+    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+        """Stop sampling rollouts that were submitted. One that has finished may be collected all the same."""
         ...
 
     async def pause(self) -> None:

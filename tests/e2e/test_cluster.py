@@ -58,6 +58,44 @@ def wait_until(condition, seconds: float) -> bool:
     return condition()
 
 
+async def stream_on(cluster, model, metrics) -> None:
+    """Train asynchronously with the same processes: syncs come in the middle of rollouts, which know the version of
+    every token, nothing is too old, and what is aborted is sampled again and counts once."""
+    import numpy as np
+
+    config = load_config(None, [*SMALL, "run.steps=5", "run.max_age=1", "run.too_old=abort", "guard.mode=act"])
+    recorder, seen = Recorder(JsonlSink(metrics)), []
+
+    async def score(groups):
+        seen.extend(rollout for group in groups for rollout in group.rollouts)
+        return [[float(len(rollout.token_ids) % 2) for rollout in group.rollouts] for group in groups]
+
+    parts = Parts(
+        members=cluster.members,
+        learner=cluster.learner,
+        sender=cluster.sender,
+        prompts=(
+            Prompt(id=f"s{i}", text="", token_ids=np.random.default_rng(i).integers(2, 90, 9).astype(np.int32), row={})
+            for i in range(99)
+        ),
+        heldout=[],
+        score=score,
+    )
+    await train(parts, config, recorder)
+    recorder.close()
+    steps = [record["metrics"] for record in read_metrics(metrics)["step"]]
+    assert sorted((rollout.group_id % 2**48, rollout.index) for rollout in seen) == [
+        (group, index) for group in range(40) for index in range(4)
+    ]
+    assert all(sum(num for _, num in rollout.version_spans) == len(rollout.token_ids) for rollout in seen)
+    assert any(len(rollout.version_spans) > 1 for rollout in seen), "no sync came in the middle of a rollout"
+    assert {step["rollout/max_age_exceeded"] for step in steps} == {0}
+    assert max(step["rollout/age_max"] for step in steps) == 1
+    # Older tokens are an update away from the learner; those of the present version are not.
+    assert all(step["mismatch/k3"] < 1e-2 for step in steps if "mismatch/k3" in step)
+    assert max(step["guard/rung"] for step in steps) <= 1
+
+
 @pytest.mark.parametrize(("transport", "killed"), [("shared_memory", "actor"), ("distributed", "EngineCore")])
 def test_killed_engine_costs_no_group_and_no_process_and_comes_back(tmp_path, monkeypatch, transport, killed):
     """SIGKILL of one of two engines in mid-rollout: every group still arrives once, on a policy that learner and engine
@@ -114,6 +152,7 @@ def test_killed_engine_costs_no_group_and_no_process_and_comes_back(tmp_path, mo
                 healer=cluster.healer,
             )
             await train(parts, config, recorder, save_to=str(tmp_path / "policy"))
+            await stream_on(cluster, model, tmp_path / "streamed.jsonl")
             assert wait_until(lambda: all(gone(process) for process in orphans), 10), "vLLM outlived its actor"
 
     asyncio.run(work())

@@ -31,7 +31,6 @@ def make_samples(num: int) -> list[Sample]:
                 num_prompt_tokens=num_prompt,
                 logp=random.uniform(-6, -1, num_response).astype(np.float32),
                 advantage=float(random.normal()),
-                policy_version=0,
             )
         )
     return samples

@@ -65,8 +65,8 @@ def end_twice(run: Path, log: Path) -> None:
     """Make the run with two interruptions."""
 
     def logged(step: int, num_groups: int) -> Callable[[], bool]:
-        batch = run / "batches" / f"step-{step:08d}"
-        return lambda: len(list(batch.glob("0*.safetensors"))) >= num_groups
+        names = [f"group-{position:08d}-*.safetensors" for position in range(4 * step - 4, 4 * step)]
+        return lambda: sum(len(list((run / "batches").glob(name))) for name in names) >= num_groups
 
     driver = start(log, *SETTINGS, f'run.directory="{run.parent}"', f"run.name={run.name}")
     assert end_when(driver, logged(1, 2), signal.SIGTERM, log) == 75

@@ -175,6 +175,27 @@ def test_paused_engine_stands_still_and_goes_on(runner: asyncio.Runner, engine: 
     assert set(rollouts) == {request.key for request in wanted}
 
 
+def test_aborted_rollouts_end_and_the_others_and_the_engine_go_on(runner: asyncio.Runner, engine: VllmEngine) -> None:
+    """vLLM answers an abort like any other end, and that is how an engine that is torn down looks too."""
+    wanted = requests(groups=2, size=8, max_tokens=200)
+    aborted = [request.key for request in wanted if request.group_id == wanted[0].group_id]
+
+    async def scenario() -> tuple[dict[tuple[int, int], Rollout], float, dict[tuple[int, int], Rollout]]:
+        await pause_in_the_middle(engine, wanted)
+        early = {rollout.key: rollout for rollout in engine._finished}
+        await engine.abort(aborted)
+        await engine.abort([(10**6, 0)])  # nothing that it knows
+        await engine.resume()
+        rest = await collect_all(engine, len(wanted) - len([key for key in aborted if key not in early]))
+        running = (await engine.metrics())["engine/running_requests"]
+        return rest, running, await generate(engine, wanted)
+
+    rest, running, again = runner.run(scenario())
+    assert {request.key for request in wanted if request.key not in aborted} <= set(rest)
+    assert running == 0
+    assert set(again) == {request.key for request in wanted}
+
+
 def test_rollout_across_a_sync_knows_both_versions(
     runner: asyncio.Runner, engine: VllmEngine, policy_path: Path
 ) -> None:
@@ -191,6 +212,9 @@ def test_rollout_across_a_sync_knows_both_versions(
     versions = {(rollout.policy_version, rollout.policy_version_end) for rollout in across.values()}
     assert versions <= {(0, 0), (0, 7)}
     assert (0, 7) in versions
+    for rollout in across.values():
+        assert sum(num for _, num in rollout.version_spans) == len(rollout.token_ids)
+        assert all(num > 0 for _, num in rollout.version_spans) and len(rollout.version_spans) <= 2
     assert [(rollout.policy_version, rollout.policy_version_end) for rollout in after.values()] == [(7, 7)]
     assert engine.policy_version == 7
     for (

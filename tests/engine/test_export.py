@@ -51,9 +51,7 @@ def answers(policy_path: Path) -> list[Sample]:
         )[0]
         logp = np.zeros(len(ids) - len(prompt), np.float32)
         token_ids = ids.numpy().astype(np.int32)
-        samples.append(
-            Sample(token_ids=token_ids, num_prompt_tokens=len(prompt), logp=logp, advantage=0.0, policy_version=0)
-        )
+        samples.append(Sample(token_ids=token_ids, num_prompt_tokens=len(prompt), logp=logp, advantage=0.0))
     return samples
 
 

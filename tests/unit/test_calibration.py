@@ -26,7 +26,6 @@ def make_samples(num: int) -> list[Sample]:
             num_prompt_tokens=3,
             logp=np.zeros(2 + 4 * index, np.float32),
             advantage=1.0 if index % 2 else -1.0,
-            policy_version=0,
         )
         for index in range(num)
     ]
@@ -106,9 +105,7 @@ def test_saturation_is_that_of_the_scales_in_use(learner: FsdpLearner) -> None:
 
 def test_prompts_without_a_response_can_be_calibrated_on(learner: FsdpLearner) -> None:
     sample = make_samples(1)[0]
-    prompt = Sample(
-        token_ids=sample.token_ids, num_prompt_tokens=5, logp=np.empty(0, np.float32), advantage=0.0, policy_version=0
-    )
+    prompt = Sample(token_ids=sample.token_ids, num_prompt_tokens=5, logp=np.empty(0, np.float32), advantage=0.0)
     assert learner.calibrate([prompt], version=0)["precision/qk_norm"] == 1.0
 
 

@@ -166,7 +166,7 @@ def test_every_bench_is_there() -> None:
 def test_every_option_of_plan_reaches_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parser = cli._parser()
     words = "plan M --gpus 8xH100 --batch 64 --group-size 8 --lengths 10/20 --prompt-tokens 9 --drafter ngram"
-    words += " --accepted-length 2.5 --trained-length 2.6 --tensor-parallel 2 --learner-gpus 4 --lag 3"
+    words += " --accepted-length 2.5 --trained-length 2.6 --tensor-parallel 2 --learner-gpus 4 --max-age 3"
     words += " --costs a.json --costs b.json"
     options = parser.parse_args(words.split())
     asked = Request(**{option.name: getattr(options, option.name) for option in fields(Request)})
@@ -182,7 +182,7 @@ def test_every_option_of_plan_reaches_the_request(monkeypatch: pytest.MonkeyPatc
         trained_length=2.6,
         tensor_parallel=2,
         learner_gpus=4,
-        lag=3,
+        max_age=3,
         costs=[Path("a.json"), Path("b.json")],
     )
     fewest = parser.parse_args(["plan", "M", "--gpus", "8xH100", "--lengths", "10/20"])

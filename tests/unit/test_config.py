@@ -12,7 +12,7 @@ from paceline.config import ArenaData, EngineConfig, JsonlData, load_config
 
 def test_defaults_are_a_whole_config():
     config = load_config()
-    assert config.run.lag == 0
+    assert config.run.max_age == 0
     assert config.data == ArenaData()
 
 
@@ -20,7 +20,7 @@ def test_override_beats_the_file_and_the_file_beats_the_default(tmp_path: Path):
     file = tmp_path / "a.toml"
     file.write_text("[run]\nsteps = 7\nseed = 3\n[rollout.engine]\nmax_num_seqs = 9\n")
     config = load_config(file, ["run.steps=11"])
-    assert (config.run.steps, config.run.seed, config.rollout.engine.max_num_seqs, config.run.lag) == (11, 3, 9, 0)
+    assert (config.run.steps, config.run.seed, config.rollout.engine.max_num_seqs, config.run.max_age) == (11, 3, 9, 0)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,7 @@ def test_kind_of_data_chooses_its_settings():
             ["rollout.engine.max_num_seq=3"],
             r"^rollout\.engine\.max_num_seq: unknown key; did you mean rollout\.engine\.max_num_seqs\?$",
         ),
+        (["run.lag=2"], r"^run\.lag: got 2; must be run\.max_age, in policy versions,"),
         (["quantum=3"], r"^quantum: unknown key$"),
         (["run.steps=0"], r"^run\.steps: got 0; input should be greater than or equal to 1$"),
         (["run.steps=many"], r"^run\.steps: got 'many'; input should be a valid integer"),

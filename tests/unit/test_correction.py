@@ -15,6 +15,7 @@ from paceline.learner.correction import (
     Ratios,
     correct,
     diagnose,
+    drawn_by,
     gaps_by_engine,
     histogram,
     weights,
@@ -42,7 +43,6 @@ def sample_of(logp: list[float], *, engine: str = "a", key: tuple[int, int] = (0
         num_prompt_tokens=3,
         logp=np.array(logp, np.float32),
         advantage=1.0,
-        policy_version=0,
         engine=engine,
         rollout_key=key,
     )
@@ -219,3 +219,26 @@ def test_truncated_sampling_is_refused(setting: str) -> None:
     """Its ratios have a mean below 1, which no weight can make up for: what was cut off is never drawn."""
     with pytest.raises(ValueError, match=setting.partition("=")[0]):
         load_config(None, ["correction.kind=token-tis", setting])
+
+
+def test_a_token_is_counted_by_the_version_that_drew_it_and_found_in_its_place() -> None:
+    """With one version for a rollout across a sync, old tokens would be blamed on the engine, or new ones lost."""
+    lengths, spans = (4, 3, 2), (((1, 3), (2, 1)), ((2, 3),), ((1, 2),))
+    samples = [
+        Sample(
+            token_ids=np.arange(2 + length, dtype=np.int32),
+            num_prompt_tokens=2,
+            logp=np.zeros(length, np.float32),
+            advantage=0.0,
+            version_spans=drawn,
+            engine="e",
+        )
+        for length, drawn in zip(lengths, spans, strict=True)
+    ]
+    learner = [np.array(row, np.float32) for row in ([9, 9, 9, 0.1], [0.1, 0.3, 0.2], [9, 9])]
+    present = drawn_by(samples, 2)
+    assert present.tolist() == [False] * 3 + [True] * 4 + [False] * 2
+    ratios = Ratios.of([sample.logp for sample in samples], learner).only(present)
+    assert gaps_by_engine(samples, ratios)["e"].num_tokens == 4
+    worst = worst_tokens(samples, learner, ratios, num=2)
+    assert [(row["place"], row["token"]) for row in worst] == [(1, 3), (2, 4)]

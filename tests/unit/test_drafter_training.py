@@ -457,7 +457,7 @@ def test_inline_mode_trains_after_the_update_for_the_time_that_it_was_given(tmp_
 
 
 def test_with_a_lag_engines_are_awake_for_every_sync(tmp_path: Path) -> None:
-    outcome = simulate(tmp_path, settings=["run.lag=1"])  # the wire asserts it
+    outcome = simulate(tmp_path, settings=["run.max_age=1"])  # the wire asserts it
     assert lengths(outcome) == [32] * 6
 
 

@@ -171,7 +171,7 @@ def test_a_saved_batch_can_be_read_without_pickle_and_checked(tmp_path: Path) ->
         num_prompt_tokens=3,
         logp=np.array([-1.0, math.nan], np.float32),
         advantage=1.0,
-        policy_version=2,
+        version_spans=((1, 1), (2, 1)),
         engine="engine-1",
         rollout_key=(4, 1),
     )
@@ -181,4 +181,5 @@ def test_a_saved_batch_can_be_read_without_pickle_and_checked(tmp_path: Path) ->
         assert saved["token_ids"].tolist() == [*range(5), *range(5)]
         assert saved["engine"].tolist() == ["engine-1"] * 2
         assert saved["rollout_key"].tolist() == [[4, 1]] * 2
+        assert saved["version_spans"].tolist() == [[0, 1, 1], [0, 2, 1], [1, 1, 1], [1, 2, 1]]
         assert np.isnan(saved["engine_logp"][[1, 3]]).all()

@@ -126,7 +126,7 @@ class Found:
         for step, batch in enumerate(self.batches):
             keys = [sample.rollout_key for sample in batch]
             assert len(set(keys)) == len(keys) == num_groups * 4
-            assert all(sample.policy_version == step for sample in batch), "sampled from another policy"
+            assert all(sample.version_spans[0][0] == step for sample in batch), "sampled from another policy"
 
 
 def simulate(

@@ -61,7 +61,6 @@ def make_samples(num: int, seed: int = 0) -> list[Sample]:
                 num_prompt_tokens=num_prompt,
                 logp=rng.uniform(-6, -1, num_response).astype(np.float32),
                 advantage=float(rng.normal()),
-                policy_version=0,
             )
         )
     return samples

@@ -85,7 +85,6 @@ def make_samples(num: int, seed: int = 0) -> list[Sample]:
                 num_prompt_tokens=num_prompt,
                 logp=random.uniform(-6, -1, num_response).astype(np.float32),
                 advantage=float(random.normal()),
-                policy_version=0,
             )
         )
     return samples
@@ -99,7 +98,6 @@ def on_policy(learner: FsdpLearner, samples: list[Sample]) -> list[Sample]:
             num_prompt_tokens=sample.num_prompt_tokens,
             logp=logp,
             advantage=sample.advantage,
-            policy_version=0,
         )
         for sample, logp in zip(samples, learner.logp(samples).logp, strict=True)
     ]
@@ -311,7 +309,6 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(make: Make) -> 
         num_prompt_tokens=samples[0].num_prompt_tokens,
         logp=samples[0].logp,
         advantage=float("nan"),
-        policy_version=0,
     )
     learner = make()
     before = tensors(learner)
@@ -394,9 +391,7 @@ def test_samples_that_cannot_be_scored_are_refused(make: Make) -> None:
     good = make_samples(1)[0]
     learner = make()
     for num_prompt, logp in ((0, np.zeros(len(good.token_ids), np.float32)), (good.num_prompt_tokens, good.logp[1:])):
-        sample = Sample(
-            token_ids=good.token_ids, num_prompt_tokens=num_prompt, logp=logp, advantage=0.0, policy_version=0
-        )
+        sample = Sample(token_ids=good.token_ids, num_prompt_tokens=num_prompt, logp=logp, advantage=0.0)
         with pytest.raises(ValueError, match=r"samples\[0\]"):
             learner.update([sample])
 

@@ -66,7 +66,7 @@ def test_memory_and_details_do_not_grow_with_the_steps(
     prompts: Callable[[], Iterator[Prompt]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "_MOST_LENGTHS", min(fleet._MOST_LENGTHS, 8 * SETTLED))  # full when it has settled
-    settings = [f"run.steps={NUM_STEPS}", "run.lag=1", "eval.every=50", "rollout.engine.max_num_seqs=4"]
+    settings = [f"run.steps={NUM_STEPS}", "run.max_age=1", "eval.every=50", "rollout.engine.max_num_seqs=4"]
     config = load_config(None, [*settings, "rollout.prompts_per_step=8", "rollout.group_size=4"])
     watch = Watch(tmp_path / "metrics.jsonl")
 

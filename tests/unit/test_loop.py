@@ -1,4 +1,4 @@
-"""The loop over simulated ends: nothing is lost, the lag is kept, pushes that fail have consequences."""
+"""The loop over simulated ends: nothing is lost or too old, pushes that fail have consequences."""
 
 import asyncio
 import json
@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from paceline.config import Config, load_config
+from paceline.learner.guard import Rung
 from paceline.metrics import JsonlSink, Recorder, read_metrics
-from paceline.orchestrator.fleet import Fleet, Sampling
+from paceline.orchestrator.fleet import Fleet
+from paceline.orchestrator.groups import Sampling
 from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
+from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.online_drafter import Off
 from paceline.plan.simulate import (
     SimulatedEngine,
@@ -137,21 +140,27 @@ def test_loss_of_every_engine_ends_the_run_instead_of_waiting_for_ever(tmp_path)
         simulate(tmp_path, load_config(None, SMALL), num_engines=1, lose_at_s=0.9)
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
-def test_rollouts_are_never_older_than_the_lag(tmp_path, lag):
-    config = load_config(None, [*SMALL, "run.steps=8", f"run.lag={lag}"])
-    _, learner = simulate(tmp_path, config, learner=CountingLearner(seconds_per_token=0.001))
+@pytest.mark.parametrize("max_age", [0, 1, 2])
+def test_rollouts_are_never_older_than_allowed(tmp_path, max_age):
+    config = load_config(None, [*SMALL, "run.steps=8", f"run.max_age={max_age}"])
+    records, learner = simulate(tmp_path, config, learner=CountingLearner(seconds_per_token=0.001))
     assert len(learner.batches) == 8
-    ages = [step - 1 - sample.policy_version for step, batch in enumerate(learner.batches, start=1) for sample in batch]
-    assert max(ages) == lag
+    ages = [
+        step - 1 - sample.version_spans[0][0] for step, batch in enumerate(learner.batches, start=1) for sample in batch
+    ]
+    assert max(ages) == max_age
+    steps = [record["metrics"] for record in records["step"]]
+    assert max(step["rollout/age_max"] for step in steps) == max_age and steps[0]["rollout/age_max"] == 0
+    assert all(step["rollout/age_mean"] <= step["rollout/age_max"] for step in steps)
+    assert {step["rollout/max_age_exceeded"] for step in steps} == {0}
 
 
-def test_a_lag_hides_the_learner_behind_generation(tmp_path):
+def test_asynchronous_training_hides_the_learner_behind_generation(tmp_path):
     times = {}
-    for lag in (0, 1):
-        config = load_config(None, [*SMALL, "run.steps=8", f"run.lag={lag}"])
-        records, _ = simulate(tmp_path / str(lag), config, learner=CountingLearner(seconds_per_token=0.001))
-        times[lag] = records["step"][-1]["time_s"]
+    for max_age in (0, 1):
+        config = load_config(None, [*SMALL, "run.steps=8", f"run.max_age={max_age}"])
+        records, _ = simulate(tmp_path / str(max_age), config, learner=CountingLearner(seconds_per_token=0.001))
+        times[max_age] = records["step"][-1]["time_s"]
     assert times[1] < 0.8 * times[0]
 
 
@@ -210,7 +219,9 @@ def test_group_with_a_failed_reward_is_not_trained_on_and_not_part_of_a_mean(tmp
 
 
 def test_evaluation_does_not_mix_with_training_rollouts(tmp_path):
-    config = load_config(None, [*SMALL, "run.lag=1", "eval.every=2", "eval.num_prompts=6", "eval.samples_per_prompt=2"])
+    config = load_config(
+        None, [*SMALL, "run.max_age=1", "eval.every=2", "eval.num_prompts=6", "eval.samples_per_prompt=2"]
+    )
     records, learner = simulate(tmp_path, config)
     assert [record["step"] for record in records["eval"]] == [0, 2, 3]
     assert all(record["metrics"]["eval/accuracy"] == 0.5 for record in records["eval"])
@@ -344,6 +355,67 @@ def test_a_broken_sync_costs_one_batch_and_is_pushed_again(tmp_path):
         ("observe", "none", []),
     ]
     assert records["mismatch"][5]["worst"][0]["engine"] == "engine-0"
+
+
+class MovedLearner(CountingLearner):
+    """Every update moves the probability of every token far; with a little noise besides. One engine is told to have
+    other weights from some step on."""
+
+    def __init__(self, broken_from: int = 99) -> None:
+        super().__init__()
+        object.__setattr__(self, "broken_from", broken_from)
+
+    async def logp(self, samples: Sequence[Sample]):
+        version, random = len(self.batches), np.random.default_rng(len(self.batches))
+        found = []
+        for sample in samples:
+            spans = sample.version_spans
+            ages = version - np.repeat([drawn for drawn, _ in spans], [num for _, num in spans])
+            broken = version >= self.broken_from and sample.engine == "engine-0"
+            gaps = 0.7 * ages + random.normal(0, 0.01, len(ages)) + (0.5 if broken else 0.0)
+            found.append(sample.logp + gaps.astype(np.float32))
+        return found
+
+    async def logp_again(self, samples: Sequence[Sample]):
+        return [sample.logp for sample in samples]
+
+
+def test_engines_are_not_blamed_for_tokens_that_an_older_policy_has_drawn(tmp_path):
+    """What the updates since then have moved would look like a broken sync, and the batch would be skipped."""
+    config = load_config(None, [*GUARDED, "run.max_age=2"])
+    records, learner = simulate(tmp_path, config, learner=MovedLearner())
+    steps = [record["metrics"] for record in records["step"]]
+    assert len(learner.batches) == 9 and {step["guard/rung"] for step in steps} == {0}
+    assert max(step["mismatch/k3"] for step in steps) < 1e-3
+    assert min(step["mismatch/judged_share"] for step in steps) < 0.5
+    assert min(step["mismatch/older_k3"] for step in steps if "mismatch/older_k3" in step) > 0.1
+
+
+def test_a_broken_sync_is_found_among_older_tokens(tmp_path):
+    config = load_config(None, [*GUARDED, "run.max_age=1", "run.steps=7"])
+    records, _ = simulate(tmp_path, config, learner=MovedLearner(broken_from=5))
+    (first, *_) = [event for event in records["event"] if event["what"] == "guard"]
+    assert (first["step"], first["rung"], first["cause"], first["engines"]) == (6, "skip", "sync", ["engine-0"])
+
+
+def test_a_number_that_is_not_finite_counts_at_any_age(tmp_path):
+    config = load_config(None, [*SMALL, "guard.mode=act"])
+
+    async def work():
+        journal = Journal(Recorder(JsonlSink(tmp_path / "metrics.jsonl")))
+        monitor = MismatchMonitor(config, CountingLearner(), journal, can_raise=False, save_to=None)
+        old = Sample(
+            token_ids=np.zeros(12, np.int32),
+            num_prompt_tokens=2,
+            logp=np.full(10, np.nan, np.float32),
+            advantage=1.0,
+            version_spans=((3, 10),),
+            engine="engine-0",
+        )
+        return await monitor.judge([old], [np.zeros(10, np.float32)], version=4)
+
+    (_, decision), _ = run_virtual(work)
+    assert (decision.rung, decision.engines) == (Rung.SKIP, ("engine-0",))
 
 
 def test_a_guard_that_only_observes_changes_nothing(tmp_path):

@@ -167,7 +167,7 @@ def test_details_of_a_long_run_are_bounded_and_metrics_of_every_step_stay(tmp_pa
     records = read_metrics(path)
     assert [record["step"] for record in records["step"]] == list(range(1, 401))
     kept = [record["step"] for record in records["rollouts"]]
-    assert kept[:8] == list(range(1, 9)), "with a lag one step alone does not tell what engines did"
+    assert kept[:8] == list(range(1, 9)), "in asynchronous training one step alone does not tell what engines did"
     assert kept[-1] == 400, "whoever looks for the cause of a stop looks at the newest"
     assert max(b - a for a, b in pairwise(kept)) <= 400 // 4, "spread over the whole run"
     assert [record["step"] for record in records["mismatch"]] == kept

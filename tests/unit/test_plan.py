@@ -73,8 +73,10 @@ def question(**changes) -> Question:
 
 def copies_of_the_loop(path: str, tree: ast.Module) -> list[str]:
     """Parts of the loop, of a selector or of its cost model that are defined anywhere but in their own file."""
-    homes = dict.fromkeys(("one_step", "open_batches"), "orchestrator/loop.py") | {
-        "make_samples": "orchestrator/samples.py"
+    homes = {
+        "one_step": "orchestrator/loop.py",
+        "on_version": "orchestrator/intake.py",
+        "make_samples": "orchestrator/samples.py",
     }
     found = []
     for node in ast.walk(tree):
@@ -303,7 +305,7 @@ def test_a_lag_hides_the_shorter_of_generation_and_learning():
     plain = simulate(scenario(steps=2))
     learner = plain.generation_s / (4 / 3 * tokens)  # as long as generation
     together = simulate(scenario(steps=2, learner_s_per_token=learner)).step_s
-    lagging = simulate(scenario(steps=3, learner_s_per_token=learner, lag=1)).step_s
+    lagging = simulate(scenario(steps=3, learner_s_per_token=learner, max_age=1)).step_s
     assert together == pytest.approx(2 * plain.generation_s, rel=0.02)
     assert lagging < 0.65 * together
 
@@ -354,7 +356,7 @@ def test_lengths_are_read_from_every_kind_of_file(tmp_path):
 def test_an_answer_can_be_run_and_says_how_sure_it_is():
     found = answer(question(), context=make_context())
     config = check(recommended(found))
-    arm = found.arms["asynchrony" if config.run.lag else "plain"]
+    arm = found.arms["asynchrony" if config.run.max_age else "plain"]
     assert config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size <= 8
     assert (config.rollout.num_engines, config.learner.world_size) == (arm.layout.num_engines, arm.layout.learner_gpus)
     assert config.rollout.prompts_per_step * config.rollout.group_size == 128
@@ -382,7 +384,7 @@ def test_gpus_are_shared_out_so_that_all_fits():
     for layout in layouts(question()):
         assert layout.num_engines * layout.tensor_parallel + layout.learner_gpus <= 8
     assert tensor_parallel(question(shape=SHAPES["Qwen2.5-32B"], num_gpus=64)) >= 2
-    assert best_layout(question(num_gpus=64), lag=1) in layouts(question(num_gpus=64))
+    assert best_layout(question(num_gpus=64), max_age=1) in layouts(question(num_gpus=64))
     with pytest.raises(ValueError, match="must be at least"):
         layouts(question(num_gpus=2))
 
@@ -405,7 +407,7 @@ USUAL: dict[str, Any] = {
     "trained_length": None,
     "tensor_parallel": None,
     "learner_gpus": None,
-    "lag": 1,
+    "max_age": 1,
 }
 
 

@@ -42,14 +42,16 @@ SETTINGS = [
 class ReplayedLearner(SimulatedLearner):
     """Its policy is the list of what it was trained on; its state is that list in a file."""
 
-    policy: list[object]
+    policy: list[list[list[Any]]]
 
     def __init__(self) -> None:
         super().__init__()
         object.__setattr__(self, "policy", [])
 
     async def update(self, samples: Sequence[Sample]):
-        self.policy.append([[sample.token_ids.tolist(), sample.logp.tolist(), sample.advantage] for sample in samples])
+        self.policy.append(
+            [[list(s.rollout_key or ()), s.token_ids.tolist(), s.logp.tolist(), s.advantage] for s in samples]
+        )
         return await super().update(samples)
 
     async def save_state(self, path: str) -> None:
@@ -131,22 +133,35 @@ def steps_of(directory: Path) -> list[int]:
     return [record["step"] for record in read_metrics(directory / "metrics.jsonl")["step"]]
 
 
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("too_old", ["wait", "abort"])
+@pytest.mark.parametrize("max_age", [0, 2])
 @pytest.mark.parametrize("ends_after", [0, 5, 13, 24, 37, 46])
-def test_a_run_that_was_ended_anywhere_samples_scores_and_learns_everything_once(tmp_path, ends_after, lag):
-    whole = Life(tmp_path / "whole", [f"run.lag={lag}"])
+def test_a_run_that_was_ended_anywhere_samples_scores_and_learns_everything_once(
+    tmp_path, ends_after, max_age, too_old
+):
+    settings = [f"run.max_age={max_age}", f"run.too_old={too_old}", "objective.drop_uniform_groups=false"]
+    whole = Life(tmp_path / "whole", settings)
     assert whole.run()
-    first = Life(tmp_path / "run", [f"run.lag={lag}"], ends_after)
+    first = Life(tmp_path / "run", settings, ends_after)
     assert not first.run()
-    second = Life(tmp_path / "run", [f"run.lag={lag}"])
+    num_groups = len(list((tmp_path / "run" / "batches").glob("group-*")))
+    second = Life(tmp_path / "run", settings)
     assert second.run()
     assert second.recovery.step in (0, 2, 4)
-    assert second.learner.policy == whole.learner.policy
-    # What had finished together with its group is not sampled again; at most one group of every slot is.
-    num_requests = len(first.requests) + len(second.requests)
-    assert len(whole.requests) == 48 and num_requests < 48 + 2 * (1 + lag) * 8
+    learnt = second.learner.policy
+    assert learnt[: len(first.learner.policy)] == first.learner.policy, "a step that came again took other groups"
+    positions = sorted((key[0] % 2**48, key[1]) for batch in learnt for key, *_ in batch)
+    assert positions == [(group, index) for group in range(24) for index in range(2)]
+    if not max_age:  # what finishes first is no chance either
+        assert learnt == whole.learner.policy
+    if too_old == "wait":
+        # What had finished together with its group is not sampled again.
+        assert len(whole.requests) == 48
+        done = max(num_groups, 4 * second.recovery.step)
+        assert len({request.key for request in second.requests}) == len(second.requests) <= 48 - 2 * done
     assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
-    assert not list((tmp_path / "run" / "batches").glob("step-*[1-4]")), "covered by both checkpoints"
+    left = [file.name[:13] for file in (tmp_path / "run" / "batches").glob("step-*")]
+    assert sorted(left) == ["step-00000005", "step-00000006"], "the others are covered by both checkpoints"
 
 
 def test_logged_rollouts_are_learnt_from_bit_for_bit_without_engine_or_reward(tmp_path):
@@ -282,12 +297,11 @@ def numbered(first: int):
 
 
 def test_a_position_in_other_data_is_refused():
-    stream = PromptStream(numbered(0), 3)
-    assert stream.peek() == stream.take()
-    stream.take()
-    state = stream.state(1)
-    again = PromptStream(numbered(0), 3)
-    again.restore(state)
-    assert [prompt.id for prompt in again.take()] == ["p3", "p4", "p5"]
+    stream = PromptStream(numbered(0))
+    assert stream.peek(3) == [stream.take(), stream.take(), stream.take()]
+    state = stream.state()
+    again = PromptStream(numbered(0))
+    assert [(place, prompt.id) for place, prompt in again.restore(state, {1}).items()] == [(1, "p1")]
+    assert [again.take().id, again.take().id] == ["p3", "p4"]
     with pytest.raises(ValueError, match="the data that it began with"):
-        PromptStream(numbered(1), 3).restore(state)
+        PromptStream(numbered(1)).restore(state)

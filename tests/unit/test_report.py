@@ -537,9 +537,9 @@ def test_a_long_run_is_not_held_in_memory_as_python_objects(tmp_path: Path):
 
 
 def test_engines_are_not_called_idle_in_steps_whose_neighbours_are_not_recorded(tmp_path: Path):
-    """With a lag an engine works on the next step already, and details of that may have been dropped."""
+    """In asynchronous training an engine works on the next step already, and details of that may have been dropped."""
     sink = JsonlSink(tmp_path / "metrics.jsonl")
-    sink.write("run", {"config": {"run": {"lag": 1}}})
+    sink.write("run", {"config": {"run": {"max_age": 1}}})
     for step in range(1, 33):
         if (step - 1) // 8 % 2 == 0:  # engine-0 does its part of a step while engine-1 is busy with the one before
             columns = {"engine": [0, 1], "start_s": [step, step + 1], "end_s": [step + 1, step + 2]}

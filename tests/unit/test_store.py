@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.lab.bench.store_faults import count_missed_flips, count_unreadable
-from paceline.orchestrator.batch_log import BatchLog
+from paceline.orchestrator.batch_log import BatchLog, Taken
 from paceline.orchestrator.store import BrokenCheckpointError, Store, verify
 from paceline.types import Group, Prompt, Rollout
 
@@ -51,7 +51,7 @@ def test_a_writer_that_fails_leaves_no_checkpoint(tmp_path):
 def test_nobody_else_can_read_a_checkpoint_or_the_log(tmp_path):
     write(Store(tmp_path / "state"), 1)
     log = BatchLog(tmp_path / "batches", began_s=0.0)
-    log.put(1, 0, make_group(0))
+    log.put(0, make_group(0))
     for entry in (tmp_path / "state", tmp_path / "batches"):
         for path in (entry, *entry.rglob("*")):
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
@@ -116,8 +116,7 @@ def make_group(number: int) -> Group:
             token_ids=rng.integers(0, 99, 5 + index).astype(np.int32),
             logp=rng.normal(size=5 + index).astype(np.float32),
             finish_reason="stop",
-            policy_version=3,
-            policy_version_end=4,
+            version_spans=((3, 2), (4, 3 + index)),
             engine="engine-1",
             started_s=101.5,
             finished_s=102.25,
@@ -129,41 +128,55 @@ def make_group(number: int) -> Group:
 
 
 def test_logged_groups_come_back_bit_for_bit_on_the_new_clock(tmp_path):
-    BatchLog(tmp_path, began_s=100.0).put(4, 1, make_group(1))
+    BatchLog(tmp_path, began_s=100.0).put(13, make_group(1))
     log = BatchLog(tmp_path, began_s=7.0)
-    found = log.groups(4, [make_prompt(0), make_prompt(1)])
-    assert list(found) == [1]
-    for one, other in zip(found[1].rollouts, make_group(1).rollouts, strict=True):
+    found = log.group(13, make_prompt(1))
+    assert found is not None and log.group(12, make_prompt(0)) is None
+    for one, other in zip(found.rollouts, make_group(1).rollouts, strict=True):
         assert one.logp.tobytes() == other.logp.tobytes() and one.token_ids.tobytes() == other.token_ids.tobytes()
         assert one.logp.dtype == np.float32 and one.token_ids.dtype == np.int32
         assert (one.started_s, one.finished_s) == (8.5, 9.25)
-        assert (one.key, one.engine, one.policy_version, one.policy_version_end) == (other.key, "engine-1", 3, 4)
+        assert (one.key, one.engine, one.version_spans) == (other.key, "engine-1", other.version_spans)
         assert one.num_accepted == other.num_accepted
 
 
-def test_rewards_come_back_and_covered_batches_are_forgotten(tmp_path):
+def test_what_a_step_took_comes_back_and_what_a_checkpoint_covers_is_forgotten(tmp_path):
+    """A group that is still open at the checkpoint is not covered by it, however old."""
     log = BatchLog(tmp_path, began_s=0.0)
-    for step in (1, 2, 3):
-        log.put_rewards(step, [[0.1, step], [float("-inf"), 1e-300]])
-    log.forget(up_to=2)
-    assert log.rewards(2) is None
-    assert log.rewards(3) == [[0.1, 3], [float("-inf"), 1e-300]]
+    taken = {
+        step: Taken(groups=[step, 9], dropped=[7], rewards=[[0.1, step], [float("-inf"), 1e-300]]) for step in (1, 2, 3)
+    }
+    for step, record in taken.items():
+        log.put_taken(step, record)
+    for position in range(6):
+        log.put(position, make_group(position))
+    log.forget(step=2, num_opened=5, still_open={1, 4})
+    again = BatchLog(tmp_path, began_s=0.0)
+    assert again.taken() == {3: taken[3]}
+    assert [position for position in range(6) if again.group(position, make_prompt(position))] == [1, 4, 5]
+
+
+def test_a_step_that_takes_something_else_the_second_time_has_one_record(tmp_path):
+    for groups in ([3], [1], [2]):
+        log = BatchLog(tmp_path, began_s=0.0)
+        log.put_taken(1, Taken(groups=groups, dropped=[], rewards=[[1.0]]))
+    assert BatchLog(tmp_path, began_s=0.0).taken()[1].groups == [2]
 
 
 def test_a_logged_group_with_a_flipped_bit_is_sampled_again(tmp_path):
     log = BatchLog(tmp_path, began_s=0.0)
-    log.put(1, 0, make_group(0))
-    log.put(1, 1, make_group(1))
-    (file,) = (tmp_path / "step-00000001").glob("00001-*")
+    log.put(0, make_group(0))
+    log.put(1, make_group(1))
+    (file,) = tmp_path.glob("group-00000001-*")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert list(log.groups(1, [make_prompt(0), make_prompt(1)])) == [0]
+    log = BatchLog(tmp_path, began_s=0.0)
+    assert log.group(0, make_prompt(0)) is not None and log.group(1, make_prompt(1)) is None
     assert log.num_broken == 1
 
 
 def test_a_logged_group_of_other_data_is_refused(tmp_path):
-    log = BatchLog(tmp_path, began_s=0.0)
-    log.put(1, 0, make_group(0))
+    BatchLog(tmp_path, began_s=0.0).put(0, make_group(0))
     with pytest.raises(ValueError, match="the data that it began with"):
-        log.groups(1, [make_prompt(5)])
+        BatchLog(tmp_path, began_s=0.0).group(0, make_prompt(5))

@@ -120,7 +120,6 @@ def _sample(rollout: Rollout, num_tokens: int | None = None) -> Sample:
         num_prompt_tokens=len(rollout.prompt_ids),
         logp=np.zeros(len(ids_T), np.float32),
         advantage=0.0,
-        policy_version=0,
     )
 
 

@@ -96,6 +96,9 @@ BENCHES = {
         page="rollout_page:write_rollout_page",
     ),
     "selector": BenchEntry("how fast the selector learns from nothing; what a shrinking batch does (about 17 minutes)"),
+    "stream": BenchEntry(
+        "asynchronous against synchronous training: accuracy, idle engines, age; three seeds (about 25 minutes)", _runs
+    ),
     "sync": BenchEntry(
         "weight transfer against a plain memory copy; fingerprints; refusal of bad pushes (about 2 minutes)"
     ),

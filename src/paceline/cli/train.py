@@ -19,7 +19,7 @@ def add_to(commands: Commands) -> None:
         help="train a policy as a config says",
         description="Train a policy: engines sample, the learner updates, new weights are pushed to every engine.\n"
         "Settings are in the TOML file; each can be overridden as section.key=value. docs/config.md explains them all.",
-        epilog="examples:\n  paceline train configs/arena.toml run.steps=10 rollout.num_engines=1 run.lag=1\n"
+        epilog="examples:\n  paceline train configs/arena.toml run.steps=10 rollout.num_engines=1 run.max_age=1\n"
         "  paceline train --resume runs/arena run.steps=20\n\n"
         "exit codes: 75 after SIGTERM and 130 after Ctrl-C, both with what to type to go on; docs/survive.md",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -72,6 +72,9 @@ class EngineActor:
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         await self._engine.submit(requests)
 
+    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+        await self._engine.abort(keys)
+
     async def collect(self, wait_s: float) -> Sequence[Rollout]:
         # The task outlives a poll that found nothing: cancelling it could drop rollouts that it had just taken.
         self._collecting = self._collecting or asyncio.create_task(_as_list(self._engine.collect()))

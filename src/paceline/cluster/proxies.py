@@ -85,6 +85,9 @@ class RemoteEngine:
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         await self._answer("submit", self.actor.submit.remote(list(requests)))
 
+    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+        await self._answer("abort", self.actor.abort.remote(list(keys)))
+
     async def collect(self) -> Sequence[Rollout]:
         while True:
             rollouts = await self._answer(

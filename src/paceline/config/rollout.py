@@ -38,7 +38,7 @@ class EngineConfig(Section):
     recompute_kv_at_sync: bool = True
     """Compute the KV cache of running rollouts anew with new weights. `false` keeps what the old weights left: no pause
     for prefill, but later tokens of these rollouts are drawn from neither policy, which adds to the mismatch. Has no
-    effect without `run.lag`."""
+    effect without `run.max_age`."""
     deterministic: bool = False
     """Sample each rollout by itself, with a seed that follows from `run.seed`, step, prompt and index, and without
     prefix caching. A run is then the same whenever it is run or resumed, and several times slower: for debugging and

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.config.base import Section
 
@@ -21,10 +21,16 @@ class RunConfig(Section):
     """Number of RL steps, each one policy update."""
     seed: int = 0
     """Seed of the order of the data, the engines' sampling and the learner."""
-    lag: int = Field(default=0, ge=0)
-    """How many batches the engines may be ahead of the learner. 0 is synchronous: a batch is sampled by one policy
-    version. With lag n, n + 1 batches are in flight, and a sync pauses engines in the middle of their rollouts instead
-    of waiting for them."""
+    max_age: int = Field(default=0, ge=0)
+    """How many policy versions older than the policy a token may be when it is trained on. 0 is synchronous: a batch is
+    sampled by one policy version. Above 0 engines go on while the learner works, with up to `max_age + 1` batches of
+    groups in flight; the learner takes the first groups that have finished, and a sync pauses engines in the middle of
+    their rollouts instead of waiting for them."""
+    too_old: Literal["wait", "abort"] = "wait"
+    """What happens when a group that is still sampled would be older than `max_age` in every later step. `wait`: the
+    learner waits for it. `abort`: it is given up and sampled anew from the present policy; nobody waits, but what is
+    given up is lost, and long answers are given up more often than short ones, so that the policy is trained on shorter
+    answers than it gives."""
     save_every: int = Field(default=0, ge=0)
     """Save the policy every this many steps; 0 saves at the end only."""
     checkpoint_every: int = Field(default=10, ge=0)
@@ -36,6 +42,16 @@ class RunConfig(Section):
     'paceline[tensorboard]'`."""
     prometheus_port: int = Field(default=9400, ge=1024, le=65535)
     """Where `sinks = ["prometheus"]` serves its gauges, on this machine's loopback only."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_lag(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and "lag" in tree:
+            raise ValueError(
+                f"run.lag: got {tree['lag']!r}; must be run.max_age, in policy versions, because groups are trained on "
+                "as they finish and not in whole batches; the same number keeps the same bound"
+            )
+        return tree
 
     @field_validator("name")
     @classmethod

@@ -58,6 +58,8 @@ class Ratios:
     log_N: Doubles
     rollout_N: npt.NDArray[np.int64]
     """Index of each token's rollout."""
+    place_N: npt.NDArray[np.int64]
+    """Place of each token in its response."""
     num_rollouts: int
 
     @classmethod
@@ -72,12 +74,34 @@ class Ratios:
         )
         with np.errstate(invalid="ignore"):  # two infinities make a NaN, which is counted as what it is
             log_N = learner_N - behaviour_N
-        return cls(log_N=log_N, rollout_N=np.repeat(np.arange(len(lengths)), lengths), num_rollouts=len(lengths))
+        return cls(
+            log_N=log_N,
+            rollout_N=np.repeat(np.arange(len(lengths)), lengths),
+            place_N=np.concatenate([np.arange(length) for length in (*lengths, 0)]),
+            num_rollouts=len(lengths),
+        )
+
+    def only(self, chosen_N: npt.NDArray[np.bool_]) -> Ratios:
+        """Those of the chosen tokens."""
+        return replace(
+            self, log_N=self.log_N[chosen_N], rollout_N=self.rollout_N[chosen_N], place_N=self.place_N[chosen_N]
+        )
 
     @property
     def clamped_N(self) -> Doubles:  # noqa: N802  a dimension suffix
         """Log-ratios within +-MAX_LOG_RATIO; a NaN stays one."""
         return self.log_N.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def drawn_by(samples: Sequence[Sample], version: int) -> npt.NDArray[np.bool_]:
+    """Tell for every response token whether the policy of this version has drawn it. Older tokens differ from what the
+    learner gives them through the updates since then, which says nothing about the engine."""
+    parts = [np.zeros(0, np.bool_)]
+    for sample in samples:
+        num_tokens = len(sample.logp)
+        versions, lengths = zip(*(sample.version_spans or ((version, num_tokens),)), strict=True)
+        parts.append(np.repeat(np.array(versions) == version, lengths)[:num_tokens])  # simulated ones have fewer logp
+    return np.concatenate(parts)
 
 
 def weights(ratios: Ratios, config: CorrectionConfig) -> Doubles:
@@ -242,11 +266,10 @@ def worst_tokens(
     size_N = np.where(np.isnan(ratios.log_N), np.inf, np.abs(ratios.log_N))
     num = min(num, len(size_N))
     chosen = np.argpartition(size_N, len(size_N) - num)[len(size_N) - num :] if num else np.zeros(0, np.int64)
-    first_R = np.searchsorted(ratios.rollout_N, np.arange(ratios.num_rollouts))
     records: list[dict[str, object]] = []
     for token in sorted(chosen.tolist(), key=lambda i: -size_N[i]):
         rollout = int(ratios.rollout_N[token])
-        sample, place = samples[rollout], int(token - first_R[rollout])
+        sample, place = samples[rollout], int(ratios.place_N[token])
         at = sample.num_prompt_tokens + place
         records.append(
             {

@@ -267,7 +267,8 @@ def save_batch(directory: Path, samples: Sequence[Sample], learner_logp: Sequenc
     """Save everything that the decision was made from as batch.npz, which numpy reads without pickle, with its
     SHA256SUMS.
 
-    Arrays of tokens hold those of all samples, one after the other.
+    Arrays of tokens hold those of all samples, one after the other; `version_spans` has rows of sample, version and
+    number of tokens.
     """
     with atomic_directory(directory) as partial:
         np.savez_compressed(
@@ -278,7 +279,9 @@ def save_batch(directory: Path, samples: Sequence[Sample], learner_logp: Sequenc
             engine_logp=np.concatenate([sample.logp for sample in samples]),
             learner_logp=np.concatenate(learner_logp),
             advantage=np.array([sample.advantage for sample in samples]),
-            policy_version=np.array([sample.policy_version for sample in samples]),
+            version_spans=np.array(
+                [(i, *span) for i, sample in enumerate(samples) for span in sample.version_spans], np.int64
+            ).reshape(-1, 3),
             engine=np.array([sample.engine for sample in samples]),
             rollout_key=np.array([sample.rollout_key or (-1, -1) for sample in samples]),
         )

@@ -1,19 +1,19 @@
-"""The log of sampled batches: finished groups and their rewards, kept until a checkpoint covers them.
+"""The log of what was sampled: finished groups, and which of them each step took, until a checkpoint covers them.
 
-    batches/step-00000021/00003-SHA256.safetensors    group 3 of the batch of step 21, written when it has finished
-                          rewards-SHA256.json         the rewards of the whole batch, in the order of its groups
+    batches/group-00000323-SHA256.safetensors    the group at this position of the prompts, written when it has finished
+            step-00000021-SHA256.json            the groups that step 21 took or found dropped, and their rewards
 
-The learner draws nothing at random that does not follow from its seed and counters, so a checkpoint and the batches
-since then make the policy again, and a run that goes on samples no rollout twice. A file carries its checksum in its
-name: one that does not verify is as good as missing, and its group is sampled again.
+The learner draws nothing at random that does not follow from its seed and counters, so a checkpoint and what the steps
+since then took make the policy again, and a run that goes on samples no rollout twice. A file carries its checksum in
+its name: one that does not verify is as good as missing, and its group is sampled again.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,34 @@ _TIMES = ("started_s", "finished_s")
 _SCALARS = tuple(field.name for field in fields(Rollout) if field.name not in _ARRAYS)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What one step took."""
+
+    groups: Sequence[int]
+    """Positions of the groups that it trained on."""
+    dropped: Sequence[int]
+    """Positions of those that it found dropped."""
+    rewards: list[list[float]]
+    """One for every rollout of every group."""
+
+
 class BatchLog:
     """One run's log. Times in it count from the beginning of the run, which `began_s` is on the present clock."""
 
     def __init__(self, directory: Path, *, began_s: float) -> None:
+        """Look what an earlier writer has left; the caller knows that none is alive."""
         self._directory = private_directory(directory)
         self._began_s = began_s
         self.num_broken = 0
         """Files that did not verify."""
+        remove_partials(directory)
+        self._left: dict[str, list[Path]] = defaultdict(list)
+        for file in sorted(directory.glob("[gs]*-*-*")):
+            self._left[file.name.rpartition("-")[0]].append(file)
 
-    def put(self, step: int, position: int, group: Group) -> None:
-        """Keep a finished group, the `position`th of the batch of this step."""
+    def put(self, position: int, group: Group) -> None:
+        """Keep a finished group."""
         rollouts = group.rollouts
         tensors = {
             "prompt_ids": group.prompt.token_ids,
@@ -51,49 +68,49 @@ class BatchLog:
         for row in scalars:
             row |= {name: row[name] - self._began_s for name in _TIMES}
         metadata = {"prompt": group.prompt.id, "rollouts": json.dumps(scalars)}
-        self._write(step, f"{position:05d}", ".safetensors", save(tensors, metadata))
+        self._write(f"group-{position:08d}", ".safetensors", save(tensors, metadata))
 
-    def groups(self, step: int, prompts: Sequence[Prompt]) -> dict[int, Group]:
-        """Groups of this batch that are in the log, by position. `prompts` are the batch's, drawn again; a group of
-        another prompt raises ValueError, because the data must have changed."""
-        found: dict[int, Group] = {}
-        for position, prompt in enumerate(prompts):
-            content = self._read(step, f"{position:05d}", ".safetensors")
-            group = None if content is None else self._group(content, prompt)
-            if group is not None:
-                found[position] = group
+    def group(self, position: int, prompt: Prompt) -> Group | None:
+        """A group that an earlier writer has left, or None. `prompt` is the one at this position, drawn again; a group
+        of another one raises ValueError, because the data must have changed."""
+        content = self._read(f"group-{position:08d}", ".safetensors")
+        return None if content is None else self._group(content, prompt)
+
+    def put_taken(self, step: int, taken: Taken) -> None:
+        self._write(f"step-{step:08d}", ".json", json.dumps(asdict(taken)).encode())
+
+    def taken(self) -> dict[int, Taken]:
+        """What each step took, as far as an earlier writer has left it."""
+        names = [name for name in self._left if name.startswith("step-")]
+        found: dict[int, Taken] = {}
+        for name in names:
+            content = self._read(name, ".json")
+            try:
+                if content is not None:
+                    found[int(name.removeprefix("step-"))] = Taken(**json.loads(content))
+            except (TypeError, ValueError):  # written by another version
+                self.num_broken += 1
         return found
 
-    def put_rewards(self, step: int, rewards: Sequence[Sequence[float]]) -> None:
-        self._write(step, "rewards", ".json", json.dumps([list(row) for row in rewards]).encode())
+    def forget(self, *, step: int, num_opened: int, still_open: Collection[int]) -> None:
+        """Remove what a checkpoint of this step covers: of the first `num_opened` groups all that are not open."""
+        for file in self._directory.glob("[gs]*-*-*"):
+            kind, number, _ = file.name.split("-")
+            covered = int(number) < num_opened and int(number) not in still_open
+            if covered if kind == "group" else int(number) <= step:
+                file.unlink(missing_ok=True)
 
-    def rewards(self, step: int) -> list[list[float]] | None:
-        """The rewards of this batch; None if they are not in the log."""
-        content = self._read(step, "rewards", ".json")
-        return None if content is None else json.loads(content)
-
-    def forget(self, *, up_to: int) -> None:
-        """Remove batches that checkpoints cover, and what killed writers left."""
-        for directory in self._directory.glob("step-*"):
-            if int(directory.name.removeprefix("step-")) <= up_to:
-                shutil.rmtree(directory, ignore_errors=True)
-
-    def tidy(self) -> None:
-        """Remove what killed writers left; the caller knows that no other writer is alive."""
-        for directory in self._directory.glob("step-*"):
-            remove_partials(directory)
-
-    def _batch(self, step: int) -> Path:
-        return self._directory / f"step-{step:08d}"
-
-    def _write(self, step: int, name: str, suffix: str, content: bytes) -> None:
-        directory = private_directory(self._batch(step))
+    def _write(self, name: str, suffix: str, content: bytes) -> None:
         # No wait for the disk: what a power failure takes is sampled again.
-        with atomic_file(directory / f"{name}-{sha256_of([content])}{suffix}", private=True) as partial:
+        file = self._directory / f"{name}-{sha256_of([content])}{suffix}"
+        with atomic_file(file, private=True) as partial:
             partial.write_bytes(content)
+        for old in self._left.pop(name, ()):
+            if old != file:
+                old.unlink(missing_ok=True)
 
-    def _read(self, step: int, name: str, suffix: str) -> bytes | None:
-        for file in sorted(self._batch(step).glob(f"{name}-*{suffix}")):
+    def _read(self, name: str, suffix: str) -> bytes | None:
+        for file in self._left.get(name, ()):
             content = file.read_bytes()
             if file.name == f"{name}-{sha256_of([content])}{suffix}":
                 return content
@@ -124,5 +141,6 @@ class BatchLog:
         return Group(group_id=rollouts[0].group_id, prompt=prompt, rollouts=tuple(rollouts))
 
     def _rollout(self, row: dict[str, Any], prompt: Prompt, token_ids: Any, logp: Any) -> Rollout:
-        times = {name: row[name] + self._began_s for name in _TIMES}
-        return Rollout(**{**row, **times}, prompt_ids=prompt.token_ids, token_ids=token_ids, logp=logp)
+        changed: dict[str, Any] = {name: row[name] + self._began_s for name in _TIMES}
+        changed["version_spans"] = tuple((version, num_tokens) for version, num_tokens in row["version_spans"])
+        return Rollout(**{**row, **changed}, prompt_ids=prompt.token_ids, token_ids=token_ids, logp=logp)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from paceline.config import Config
-from paceline.orchestrator.fleet import Fleet, Sampling
+from paceline.orchestrator.fleet import Fleet
+from paceline.orchestrator.groups import Sampling
 from paceline.orchestrator.journal import Journal, Rewards
 from paceline.types import Group, Prompt
 

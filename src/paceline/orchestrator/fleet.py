@@ -10,22 +10,19 @@ O(log engines).
 
 An engine may join at any time. If all are lost, rollouts wait here for as long as one may come back (members.py). A
 group whose prompt seems to kill engines is dropped (ledger.py), and its prompt is not sampled again: the batch is
-smaller by it.
+smaller by it. Whoever wants groups as they finish is a GroupListener.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Protocol
 
-import numpy as np
-
-from paceline.config import Config
-from paceline.orchestrator.ledger import Dropped, Ledger
+from paceline.orchestrator.groups import Batch, GroupListener, Sampling
+from paceline.orchestrator.ledger import Dropped, Key, Ledger
 from paceline.orchestrator.members import Members
 from paceline.types import Engine, EngineLostError, Group, PacelineError, Prompt, Rollout, RolloutRequest
 
@@ -34,62 +31,7 @@ LeavesListener = Callable[[str, str, int], None]
 _MOST_LENGTHS = 2**16
 """Prompts whose lengths are remembered; a larger dataset comes around too rarely for more."""
 _BEYOND_STEPS = 1 << 40
-"""First number of groups that belong to no step: evaluations."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the rollouts of a batch are drawn."""
-
-    group_size: int
-    temperature: float
-    max_tokens: int
-    seed: tuple[int, ...] | None = None
-    """From it and its place in the batch every rollout gets a seed of its own; None leaves the draws to the engine."""
-
-    @classmethod
-    def of_step(cls, config: Config, step: int) -> Sampling:
-        """Sampling for the batch that this step trains on."""
-        rollout = config.rollout
-        return cls(
-            group_size=rollout.group_size,
-            temperature=rollout.temperature,
-            max_tokens=rollout.max_tokens,
-            seed=(config.run.seed, 0, step) if rollout.engine.deterministic else None,
-        )
-
-    def seed_of(self, position: int, index: int) -> int | None:
-        if self.seed is None:
-            return None
-        return int(np.random.SeedSequence((*self.seed, position, index)).generate_state(1)[0])
-
-
-@dataclass(slots=True, kw_only=True)
-class Batch:
-    """Groups that were opened together, in the order of their prompts; those that were dropped are missing."""
-
-    total: int
-    group_ids: tuple[int, ...]
-    groups: dict[int, Group] = field(default_factory=dict)
-    done: int = 0
-    num_tokens: int = 0
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-    failure: BaseException | None = None
-    on_group: Callable[[int, Group], None] = lambda position, group: None
-    """Is told of every group that was sampled, and its position in the batch."""
-
-    def take(self, group: Group) -> None:
-        """Take a group that was sampled before."""
-        assert group.group_id in self.group_ids, "a group keeps its number"
-        self.groups[group.group_id] = group
-        self.done += len(group.rollouts)
-        self.num_tokens += sum(len(rollout.token_ids) for rollout in group.rollouts)
-
-    async def wait(self) -> list[Group]:
-        await self.finished.wait()
-        if self.failure is not None:
-            raise self.failure
-        return [self.groups[group_id] for group_id in self.group_ids if group_id in self.groups]
+"""First number of groups that are not trained on: evaluations."""
 
 
 class Lessor(Protocol):
@@ -114,6 +56,8 @@ class _Mailbox:
 
     engine: Engine
     outbox: list[RolloutRequest] = field(default_factory=list)
+    aborts: list[Key] = field(default_factory=list)
+    """Rollouts that it has in vain."""
     mail: asyncio.Event = field(default_factory=asyncio.Event)
     work: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -180,27 +124,28 @@ class Fleet:
         sampling: Sampling,
         *,
         first_group: int | None = None,
-        finished: Mapping[int, Group] = MappingProxyType({}),
-        on_group: Callable[[int, Group], None] = lambda position, group: None,
+        places: Sequence[int] | None = None,
+        listener: GroupListener | None = None,
     ) -> Batch:
-        """Start sampling a batch; older batches go first. Groups in `finished`, by position, were sampled before.
+        """Start sampling a batch; older batches go first.
 
-        Groups are numbered from `first_group` on, so that a rollout keeps its identity when its run goes on after an
-        interruption; None takes numbers that no step has.
+        A group's number, and the seeds of its rollouts, follow from `first_group` and its place behind it, so that a
+        rollout keeps its identity when its run goes on after an interruption. By default places count from 0, and
+        numbers are such that are not trained on.
         """
         batch_id, self._next_batch = self._next_batch, self._next_batch + 1
         if first_group is None:
             first_group, self._next_group = self._next_group, self._next_group + len(prompts)
-        group_ids = tuple(range(first_group, first_group + len(prompts)))
-        batch = Batch(total=len(prompts) * sampling.group_size, group_ids=group_ids, on_group=on_group)
+        places = range(len(prompts)) if places is None else places
+        group_ids = tuple(first_group + place for place in places)
+        batch = Batch(total=len(prompts) * sampling.group_size, group_ids=group_ids, listener=listener)
         self._batches[batch_id] = batch
-        for position, (group_id, prompt) in enumerate(zip(batch.group_ids, prompts, strict=True)):
-            if position in finished:
-                batch.take(finished[position])
-                continue
+        for place, group_id, prompt in zip(places, group_ids, prompts, strict=True):
             if prompt.id in self._quarantined:
                 batch.total -= sampling.group_size
                 self._on_quarantine(prompt)
+                if listener is not None:
+                    listener.on_dropped(group_id)
                 continue
             self._batch_of[group_id] = batch_id
             requests = [
@@ -210,7 +155,7 @@ class Fleet:
                     prompt_ids=prompt.token_ids,
                     max_tokens=sampling.max_tokens,
                     temperature=sampling.temperature,
-                    seed=sampling.seed_of(position, index),
+                    seed=sampling.seed_of(place, index),
                 )
                 for index in range(sampling.group_size)
             ]
@@ -221,6 +166,19 @@ class Fleet:
         self._finish_if_done(batch_id, batch)
         self._dispatch()
         return batch
+
+    def abort(self, group_id: int) -> None:
+        """Give an open group up: engines stop sampling it, and what they finish all the same is not taken."""
+        dropped = self.ledger.drop(group_id)
+        for name, keys in dropped.assigned.items():
+            mailbox = self._mailboxes[name]
+            unsent = {request.key for request in mailbox.outbox}.intersection(keys)
+            mailbox.outbox = [request for request in mailbox.outbox if request.key not in unsent]
+            mailbox.aborts += [key for key in keys if key not in unsent]
+            mailbox.mail.set()
+            self._note_load(name)
+        self._leave_out(dropped)
+        self._dispatch()
 
     def _welcome(self, engine: Engine) -> None:
         """An engine has joined: it gets rollouts from now on."""
@@ -254,11 +212,17 @@ class Fleet:
         """A prompt seems to kill engines: its batch goes on without it, and later ones as well."""
         self._quarantined.add(dropped.prompt.id)
         self._on_quarantine(dropped.prompt)
+        listener = self._leave_out(dropped)
+        if listener is not None:
+            listener.on_dropped(dropped.group_id)
+
+    def _leave_out(self, dropped: Dropped) -> GroupListener | None:
         batch_id = self._batch_of.pop(dropped.group_id)
         batch = self._batches[batch_id]
         batch.total -= dropped.num_rollouts
         batch.done -= dropped.num_done
         self._finish_if_done(batch_id, batch)
+        return batch.listener
 
     def _dispatch(self) -> None:
         full: list[str] = []
@@ -303,11 +267,18 @@ class Fleet:
             await self._lessor.awake(mailbox.engine.name)
             mailbox.mail.clear()
             requests, mailbox.outbox = mailbox.outbox, []
+            aborts = mailbox.aborts[:]
             try:
-                await mailbox.engine.submit(requests)
+                if requests:
+                    await mailbox.engine.submit(requests)
+                if aborts:  # after what was submitted before they were decided on
+                    await mailbox.engine.abort(aborts)
             except EngineLostError as lost:
                 self.members.lose(mailbox.engine.name, lost.why)
                 return
+            del mailbox.aborts[: len(aborts)]
+            if aborts:
+                self._tell_if_drained(mailbox)
 
     async def _collect(self, mailbox: _Mailbox) -> None:
         name = mailbox.engine.name
@@ -324,8 +295,12 @@ class Fleet:
                 mailbox.work.clear()
             self._note_load(name)
             self._dispatch()
-            if not self.ledger.load(name):
-                self._lessor.on_drained(name)
+            self._tell_if_drained(mailbox)
+
+    def _tell_if_drained(self, mailbox: _Mailbox) -> None:
+        """An engine that has something to abort is not idle yet."""
+        if not self.ledger.load(mailbox.engine.name) and not mailbox.aborts:
+            self._lessor.on_drained(mailbox.engine.name)
 
     def _settle(self, rollout: Rollout, engine: str) -> None:
         if not self.ledger.accept(rollout, engine):
@@ -339,7 +314,8 @@ class Fleet:
             del self._batch_of[group.group_id]
             batch.groups[group.group_id] = group
             self._learn_length(group)
-            batch.on_group(group.group_id - batch.group_ids[0], group)
+            if batch.listener is not None:
+                batch.listener.on_group(group)
         self._on_progress(batch)
         self._finish_if_done(batch_id, batch)
 
@@ -361,4 +337,6 @@ class Fleet:
         for batch in self._batches.values():
             batch.failure = failure
             batch.finished.set()
+            if batch.listener is not None:
+                batch.listener.on_failure(failure)
         self._batches.clear()

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 from paceline.metrics import Max, Mean, Metrics, Recorder, Sum
 from paceline.orchestrator import engine_counters
-from paceline.orchestrator.fleet import Batch, Fleet
+from paceline.orchestrator.fleet import Fleet
+from paceline.orchestrator.groups import Batch
 from paceline.types import DraftBin, Engine, Group, Prompt, Receipt, Tokens
 
 Rewards = list[list[float]]
@@ -81,11 +82,11 @@ class Journal:
         record = {"step": self.step, "done": batch.done, "total": batch.total, "num_tokens": batch.num_tokens}
         self._recorder.show("progress", record)
 
-    def rollouts(self, groups: Sequence[Group], rewards: Rewards, *, policy_version: int, fleet: Fleet) -> None:
+    def rollouts(self, groups: Sequence[Group], rewards: Rewards, *, fleet: Fleet) -> None:
         """Write one record with a column per property, and add the step's rollout metrics.
 
-        How long engines were idle is for the reader to work out: with a lag, an engine without rollouts of this batch
-        may be generating the next one.
+        How long engines were idle is for the reader to work out: in asynchronous training an engine without rollouts
+        of this batch may be generating the next one.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if not rollouts:
@@ -111,7 +112,6 @@ class Journal:
         add("rollout/length_max", Max(max(lengths)))
         add("rollout/num_tokens", Sum(sum(lengths)))
         add("rollout/truncated_share", Mean.of([float(rollout.finish_reason == "length") for rollout in rollouts]))
-        add("rollout/policy_lag", Mean.of([policy_version - rollout.policy_version for rollout in rollouts]))
         add("rollout/makespan_s", Sum(end_s - begin_s))
         add("rollout/tokens_per_s", Mean(sum(lengths), end_s - begin_s))
         if verifications := sum(rollout.num_verifications for rollout in rollouts):
@@ -119,6 +119,17 @@ class Journal:
             add("rollout/accepted_length", Mean(verifications + accepted, verifications))
             add("rollout/num_drafted", Sum(sum(rollout.num_drafted for rollout in rollouts)))
             add("rollout/num_accepted", Sum(accepted))
+
+    def ages(self, groups: Sequence[Group], *, policy_version: int, max_age: int) -> None:
+        """Add how many versions older than the present policy the tokens are, each by itself."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        spans = [(policy_version - version, num) for rollout in rollouts for version, num in rollout.version_spans]
+        if spans:
+            num_tokens = sum(num for _, num in spans)
+            self.metrics.add("rollout/age_mean", Mean(sum(age * num for age, num in spans), num_tokens))
+            self.metrics.add("rollout/age_max", Max(max(age for age, _ in spans)))
+        too_old = sum(policy_version - rollout.policy_version > max_age for rollout in rollouts)
+        self.metrics.add("rollout/max_age_exceeded", Sum(too_old))
 
     async def counters(self, engines: Sequence[Engine]) -> None:
         """Add what engines counted since the last step, failures among it, and record what was drafted when."""
@@ -186,7 +197,7 @@ class Journal:
             self._recorder.write("texts", {**record, "texts": _texts(groups, rewards, self._decode)})
 
     def end_step(self, fleet: Fleet) -> None:
-        for key in ("engine/lost", "engine/restarted", "rollout/quarantined_groups"):
+        for key in ("engine/lost", "engine/restarted", "rollout/quarantined_groups", "rollout/aborted_groups"):
             self.metrics.add(key, Sum(0))
         self.metrics.add("fleet/engines", Max(len(fleet.engines)))
         self.metrics.add("fleet/redispatched", Max(fleet.ledger.num_redispatched))

@@ -12,7 +12,7 @@ that engine too, it is the likely cause, and its group is dropped.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.types import Group, Prompt, Rollout, RolloutRequest
@@ -28,6 +28,7 @@ class _OpenGroup:
     prompt: Prompt
     rollouts: list[Rollout | None]
     num_missing: int
+    has_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class Dropped:
     num_done: int
     """Rollouts of it that were taken."""
     num_rollouts: int
+    assigned: Mapping[str, Sequence[Key]]
+    """Rollouts of it that engines have, by engine."""
 
 
 @dataclass(slots=True)
@@ -78,6 +81,7 @@ class Ledger:
         if not self._pending and self._suspect_on(engine) is not None:
             return None
         batch, priority, _, request = heapq.heappop(self._pending or self._suspects)
+        self._groups[request.group_id].has_begun = True
         self._assigned[request.key] = (engine, batch, priority, request)
         self._by_engine.setdefault(engine, set()).add(request.key)
         return request
@@ -105,6 +109,10 @@ class Ledger:
         del self._groups[group_id]
         return Group(group_id=group_id, prompt=group.prompt, rollouts=tuple(r for r in group.rollouts if r is not None))
 
+    def has_begun(self, group_id: int) -> bool:
+        """Whether the group is open and an engine was given a rollout of it."""
+        return group_id in self._groups and self._groups[group_id].has_begun
+
     def load(self, engine: str) -> int:
         """Rollouts that an engine has not delivered yet."""
         return len(self._by_engine.get(engine, ()))
@@ -113,7 +121,7 @@ class Ledger:
         """Give back what a lost engine has not delivered; returns how many rollouts that is, and the group of the
         suspect that was on it, which is dropped."""
         suspect = self._suspect_on(engine)
-        dropped = None if suspect is None else self._drop(suspect[0])
+        dropped = None if suspect is None else self.drop(suspect[0])
         keys = sorted(self._by_engine.pop(engine, ()))
         for key in keys:
             _, batch, priority, request = self._assigned.pop(key)
@@ -122,23 +130,29 @@ class Ledger:
         self.num_redispatched += len(keys)
         return len(keys), dropped
 
-    def _suspect_on(self, engine: str) -> Key | None:
-        keys = self._by_engine.get(engine, ())
-        return next((key for key in keys if self._losses.get(key, 0) >= MAX_LOSSES), None) if self._losses else None
-
-    def _drop(self, group_id: int) -> Dropped:
+    def drop(self, group_id: int) -> Dropped:
         """Forget a group. What is still sampled of it is not taken when it comes."""
         group = self._groups.pop(group_id)
+        assigned: dict[str, list[Key]] = {}
         for index in range(len(group.rollouts)):
             self._losses.pop((group_id, index), None)
             if assignment := self._assigned.pop((group_id, index), None):
                 self._by_engine[assignment[0]].remove((group_id, index))
+                assigned.setdefault(assignment[0], []).append((group_id, index))
         for queue in (self._pending, self._suspects):
             queue[:] = [entry for entry in queue if entry[-1].group_id != group_id]
             heapq.heapify(queue)
-        num_rollouts = len(group.rollouts)
-        num_done = num_rollouts - group.num_missing
-        return Dropped(group_id=group_id, prompt=group.prompt, num_done=num_done, num_rollouts=num_rollouts)
+        return Dropped(
+            group_id=group_id,
+            prompt=group.prompt,
+            num_done=len(group.rollouts) - group.num_missing,
+            num_rollouts=len(group.rollouts),
+            assigned=assigned,
+        )
+
+    def _suspect_on(self, engine: str) -> Key | None:
+        keys = self._by_engine.get(engine, ())
+        return next((key for key in keys if self._losses.get(key, 0) >= MAX_LOSSES), None) if self._losses else None
 
     def _push(self, batch: int, priority: float, request: RolloutRequest) -> None:
         self._age += 1

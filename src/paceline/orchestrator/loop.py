@@ -2,21 +2,20 @@
 
     step s:  data ──▶ generation ──▶ prepare ──▶ logprob ──▶ train ──▶ sync ──▶ (eval)
              open      wait for      rewards,     learner's    one       new policy version
-             batches   batch s       advantages   own logp,    update    to every engine
-                                                  correction,  unless the guard says to push again
-                                                  guard
-               │          ▲
-               └─ fleet ──┘   with lag n, batches s .. s+n are open while the learner works on batch s
+             groups    groups        advantages   own logp,    update    to every engine
+               │          ▲                       correction,  unless the guard says to push again
+               └─ intake ─┘                       guard
+                  fleet
 
-Synchronous (lag 0) and asynchronous training are this same code; a sync pauses engines, so with a lag it may come in
-the middle of rollouts, which then carry the version of their first and of their last token. The simulator runs this
-file with simulated engines and a simulated learner on a virtual clock: time is the event loop's, never the machine's.
+Synchronous (`run.max_age` 0) and asynchronous training are this same code (intake.py says which groups are open and
+which the learner takes); a sync pauses engines, so in the latter it comes in the middle of rollouts, which then carry
+the version of every token. The simulator runs this file with simulated engines and a simulated learner on a virtual
+clock: time is the event loop's, never the machine's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +25,13 @@ from paceline.config import Config
 from paceline.metrics import Mean, Recorder
 from paceline.orchestrator.calibration import calibrate, calibrate_on_prompts
 from paceline.orchestrator.evaluation import evaluate
-from paceline.orchestrator.fleet import Batch, Fleet, Sampling
+from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.healing import Healer, NoHealing
+from paceline.orchestrator.intake import Intake
 from paceline.orchestrator.journal import Journal, Rewards
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.online_drafter import Off, OnlineDrafter
-from paceline.orchestrator.prompt_stream import PromptStream
 from paceline.orchestrator.recovery import Recovery
 from paceline.orchestrator.samples import make_samples
 from paceline.orchestrator.sync import push_policy
@@ -101,7 +100,7 @@ async def train(
 
 
 class _Run:
-    """What a run remembers from step to step: open batches and the policy version."""
+    """What a run remembers from step to step: open groups and the policy version."""
 
     def __init__(
         self, parts: Parts, config: Config, journal: Journal, fleet: Fleet, recovery: Recovery, save_to: Path | None
@@ -110,17 +109,15 @@ class _Run:
         can_raise = parts.raise_precision is not None
         self.mismatch = MismatchMonitor(config, parts.learner, journal, can_raise=can_raise, save_to=save_to)
         self.version = 0
-        self.prompts = PromptStream(parts.prompts, config.rollout.prompts_per_step)
-        self.batches: deque[Batch] = deque()
+        self.intake = Intake(parts.prompts, config, fleet, recovery, journal)
 
     def state(self) -> dict[str, Any]:
         """What the loop itself needs to go on after this step."""
-        step = self.journal.step
         return {
-            "step": step,
+            "step": self.journal.step,
             "elapsed_s": self.journal.elapsed_s(),
             "version": self.version,
-            "prompts": self.prompts.state(step),
+            "intake": self.intake.state(),
             "mismatch": self.mismatch.state(),
         }
 
@@ -129,13 +126,14 @@ class _Run:
         tree, raise_precision = self.recovery.tree, self.parts.raise_precision
         if tree is not None:
             self.version = tree["version"]
-            self.prompts.restore(tree["prompts"])
+            self.intake.restore(tree["intake"])
             self.mismatch.restore(tree["mismatch"])
             await self.parts.learner.load_state(f"{self.recovery.path}/learner")
             if self.mismatch.raised and raise_precision is not None:
                 await raise_precision(True)
         elif self.config.rollout.engine.kv_cache == "fp8":
-            await calibrate_on_prompts(self.parts.learner, self.prompts.peek(), self.journal)
+            prompts = self.intake.prompts.peek(self.config.rollout.prompts_per_step)
+            await calibrate_on_prompts(self.parts.learner, prompts, self.journal)
         await self.sync()
         if tree is None:
             await self.evaluate()
@@ -145,20 +143,22 @@ class _Run:
     async def one_step(self) -> None:
         stage, learner, drafter = self.journal.stage, self.parts.learner, self.parts.drafter
         with stage("data"):
-            self.open_batches()
+            self.intake.open(self.journal.step)
         with stage("generation"):
-            groups = await self.generate()
+            taken = await self.generate()
+            groups = list(taken.values())
         with stage("prepare"):
             counting = self.journal.counters(self.fleet.engines)
-            scoring = self.recovery.score(self.journal.step, groups, self.parts.score)
+            scoring = self.recovery.score(self.journal.step, taken, self.intake.dropped, self.parts.score)
             rewards, _ = await asyncio.gather(scoring, counting)
-            self.journal.rollouts(groups, rewards, policy_version=self.version, fleet=self.fleet)
+            self.journal.rollouts(groups, rewards, fleet=self.fleet)
+            self.journal.ages(groups, policy_version=self.version, max_age=self.config.run.max_age)
             samples = make_samples(groups, rewards, self.config.objective, self.journal)
         if not samples:
             self.journal.event("update_skipped", why="every group has equal rewards, or one that failed")
             return
         with stage("logprob"):
-            samples, decision = await self.mismatch.judge(samples, await learner.logp(samples))
+            samples, decision = await self.mismatch.judge(samples, await learner.logp(samples), version=self.version)
         if decision.update:
             with stage("train"):
                 for key, value in (await learner.update(samples)).items():
@@ -175,26 +175,18 @@ class _Run:
             await self.sync()  # without an update this is the same version again: what a broken sync needs
             await drafter.publish(restarted=raise_precision is not None)
 
-    async def generate(self) -> list[Group]:
-        """The oldest batch; engines that have nothing left to do for it may be leased to drafter training."""
+    async def generate(self) -> dict[int, Group]:
+        """What this step trains on; engines that have nothing left to do may be leased to drafter training."""
         drafter, began_s = self.parts.drafter, asyncio.get_running_loop().time()
         drafter.open_phase()
-        groups = await self.batches.popleft().wait()
+        taken = await self.intake.take(self.journal.step)
         await drafter.end_generation()
-        await drafter.observe(groups, asyncio.get_running_loop().time() - began_s)
-        return groups
-
-    def open_batches(self) -> None:
-        """Keep batches `step` .. `step + lag` in flight, none beyond the last step."""
-        run = self.config.run
-        wanted = min(1 + run.lag, run.steps - self.journal.step + 1)
-        while len(self.batches) < wanted:
-            prompts, step = self.prompts.take(), self.prompts.num_taken
-            sampling = Sampling.of_step(self.config, step)
-            self.batches.append(self.recovery.open_batch(self.fleet, step, prompts, sampling))
+        await drafter.observe(list(taken.values()), asyncio.get_running_loop().time() - began_s)
+        return taken
 
     async def sync(self) -> None:
         await push_policy(self.parts.sender, self.version, self.parts.members, self.journal)
+        self.intake.on_version(self.version)
 
     async def evaluate(self) -> None:
         await evaluate(self.config, self.fleet, self.parts.heldout, self.parts.score, self.journal)

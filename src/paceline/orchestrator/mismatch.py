@@ -6,6 +6,9 @@
                           metrics, histogram,   events; on "stop" the batch is saved and the run ends
                           worst tokens, floor
 
+Engines are judged by tokens that the present policy has drawn: older ones (asynchronous training) differ through the
+updates since then. A token that is not finite counts whatever its age, and the correction covers all tokens.
+
 The floor is how much the learner differs from itself when a few samples are scored again in another batch. No
 mismatch can be smaller, and one near it is rounding. It is measured on a hundredth of the tokens.
 """
@@ -22,7 +25,7 @@ import numpy as np
 
 from paceline.config import Config
 from paceline.learner.batch import draw
-from paceline.learner.correction import Ratios, correct, diagnose, gaps_by_engine, histogram, worst_tokens
+from paceline.learner.correction import Ratios, correct, diagnose, drawn_by, gaps_by_engine, histogram, worst_tokens
 from paceline.learner.guard import GuardDecision, GuardState, Rung, decide, least_correction, save_batch
 from paceline.learner.objective import k3_of
 from paceline.metrics import Max, Mean, Sum
@@ -40,8 +43,8 @@ class MismatchMonitor:
     ) -> None:
         """`can_raise`: engines can restart in full precision. `save_to` is where a stopped run leaves its batch."""
         self._config, self._learner, self._journal = config, learner, journal
-        # Engines are started again between batches; with a lag there is no between.
-        self._can_raise = can_raise and config.run.lag == 0
+        # Engines are started again between batches; in asynchronous training there is no between.
+        self._can_raise = can_raise and config.run.max_age == 0
         self._save_to = save_to
         self._state = GuardState()
         self._rung = Rung.OBSERVE
@@ -60,11 +63,12 @@ class MismatchMonitor:
         self._rung = Rung(state["rung"])
 
     async def judge(
-        self, samples: Sequence[Sample], learner_logp: Sequence[Floats]
+        self, samples: Sequence[Sample], learner_logp: Sequence[Floats], *, version: int
     ) -> tuple[list[Sample], GuardDecision]:
-        """The samples as the update should take them, and what the loop has to do besides."""
+        """The samples as the update should take them, and what the loop has to do besides. `version` is the present
+        policy's."""
         began_s = asyncio.get_running_loop().time()
-        ratios = Ratios.of([sample.logp for sample in samples], learner_logp)
+        ratios = self._of_engines(Ratios.of([sample.logp for sample in samples], learner_logp), samples, version)
         gaps = gaps_by_engine(samples, ratios)
         finite = all(np.isfinite(logp).all() for logp in learner_logp)
         state, decision = decide(
@@ -73,15 +77,15 @@ class MismatchMonitor:
         acting = self._config.guard.mode == "act"
         if not acting:  # what was not done is not remembered as done
             state = replace(state, raised=False, num_pushes=0, hold_steps=0)
-        if self._journal.step > self._config.run.lag:  # until then batches are less old than later ones
-            self._state = state
+        self._state = state
         self._measure(ratios)
         self._tell(decision)
-        self._journal.mismatch(
-            counts=histogram(ratios),
-            engines={name: gap.k3 for name, gap in gaps.items()},
-            worst=worst_tokens(samples, learner_logp, ratios),
-        )
+        if len(ratios.log_N):
+            self._journal.mismatch(
+                counts=histogram(ratios),
+                engines={name: gap.k3 for name, gap in gaps.items()},
+                worst=worst_tokens(samples, learner_logp, ratios),
+            )
         await self._floor(samples, learner_logp)
         if decision.rung == Rung.STOP and acting:
             self._stop(decision, samples, learner_logp)
@@ -95,7 +99,20 @@ class MismatchMonitor:
         self._journal.metrics.add("mismatch/cost_s", Sum(asyncio.get_running_loop().time() - began_s))
         return corrected, decision
 
+    def _of_engines(self, ratios: Ratios, samples: Sequence[Sample], version: int) -> Ratios:
+        """Ratios of the tokens that say something about engines; of the others only the mean gap is recorded."""
+        present_N = drawn_by(samples, version)
+        add = self._journal.metrics.add
+        add("mismatch/judged_share", Mean(float(present_N.sum()), len(present_N)))
+        older = diagnose(ratios.only(~present_N), cap=self._config.correction.cap)
+        if older.num_tokens:
+            add("mismatch/older_k3", Mean(older.k3))
+        return ratios.only(present_N | ~np.isfinite(ratios.log_N))
+
     def _measure(self, ratios: Ratios) -> None:
+        """Record the mismatch; without a token to tell it from there is none to record."""
+        if not len(ratios.log_N):
+            return
         found, add = diagnose(ratios, cap=self._config.correction.cap), self._journal.metrics.add
         add("mismatch/k3", Mean(found.k3))
         add("mismatch/max_abs", Max(found.max_abs))

@@ -1,8 +1,8 @@
 """What a run keeps of itself, so that it can go on after its driver has ended in whatever way.
 
-    every step                 finished groups and rewards ──▶ batches/step-N     (batch_log.py)
-    every checkpoint_every     learner, loop, drafter ──▶ state/step-N            (store.py)
-    a run that goes on         newest checkpoint, then the logged batches after it, then new ones
+    every group, every step    finished groups; which of them a step took ──▶ batches/    (batch_log.py)
+    every checkpoint_every     learner, loop, drafter ──▶ state/step-N                    (store.py)
+    a run that goes on         newest checkpoint, then what the logged steps after it took, then new steps
 
 While the learner writes its state nothing else happens; checksums and the wait for the disk come beside the next step.
 What cannot be written costs the run nothing but the chance to go on from there, and is counted in `checkpoint/failed`.
@@ -14,15 +14,13 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.config import Config
 from paceline.files import atomic_file, installed, sha256_of
 from paceline.metrics import Sum
-from paceline.orchestrator.batch_log import BatchLog
-from paceline.orchestrator.fleet import Batch, Fleet, Sampling
+from paceline.orchestrator.batch_log import BatchLog, Taken
 from paceline.orchestrator.journal import Journal, Rewards
 from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.orchestrator.store import Store
@@ -61,6 +59,10 @@ class Recovery:
         self._every = config.run.checkpoint_every
         self._facts = {"config": config_hash(config), "versions": installed(["paceline", "torch", "vllm"])}
         self._log: BatchLog | None = None
+        self.taken: Mapping[int, Taken] = {}
+        """What steps took that come again."""
+        self._covered: dict[int, Mapping[str, Any]] = {}
+        """The intake's state in each checkpoint that was written or gone on from."""
         self._store: Store | None = None
         self._written: ExitStack | None = None
         """Gives the checkpoint that was written its name."""
@@ -92,30 +94,37 @@ class Recovery:
             drafter.load_state(self.tree["drafter"], self.path / "drafter")
         if self._directory is not None:
             self._log = BatchLog(self._directory / "batches", began_s=journal.run_began_s)
-            self._log.tidy()
+            self.taken = {step: taken for step, taken in self._log.taken().items() if step > self.step}
+            self._report_broken()
 
-    def open_batch(self, fleet: Fleet, step: int, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
-        """Start sampling what the log does not have of this step's batch, and log each group when it has finished."""
-        first_group = (step - 1) * len(prompts)
+    def logged(self, position: int, prompt: Prompt) -> Group | None:
+        """The group at this position of the prompts if an earlier driver has finished it."""
         if self._log is None:
-            return fleet.open(prompts, sampling, first_group=first_group)
-        logged, broken = self._log.groups(step, prompts), self._log.num_broken
-        if broken:
-            self._journal.event("broken_log_files", files=broken)
-            self._log.num_broken = 0
-        keep = partial(self._keep, step)
-        return fleet.open(prompts, sampling, first_group=first_group, finished=logged, on_group=keep)
+            return None
+        group = self._log.group(position, prompt)
+        self._report_broken()
+        return group
+
+    def keep(self, position: int, group: Group) -> None:
+        """Log a group that has finished."""
+        if self._log is not None:
+            self._attempt(lambda log: log.put(position, group))
 
     async def score(
-        self, step: int, groups: Sequence[Group], score: Callable[[Sequence[Group]], Awaitable[Rewards]]
+        self,
+        step: int,
+        groups: Mapping[int, Group],
+        dropped: Sequence[int],
+        score: Callable[[Sequence[Group]], Awaitable[Rewards]],
     ) -> Rewards:
-        """Rewards of this step's batch, from the log if they were given before."""
-        if self._log is None:
-            return await score(groups)
-        rewards = self._log.rewards(step)
-        if rewards is None or len(rewards) != len(groups):  # a prompt was in quarantine when they were given
-            rewards = await score(groups)
-            self._attempt(lambda log: log.put_rewards(step, rewards))
+        """Rewards of what this step takes, by position, from the log if it took the same before."""
+        taken = self.taken.get(step)
+        if taken is not None and list(taken.groups) == list(groups):
+            return taken.rewards
+        rewards = await score(list(groups.values()))
+        if self._log is not None:
+            again = Taken(groups=list(groups), dropped=list(dropped), rewards=rewards)
+            self._attempt(lambda log: log.put_taken(step, again))
         return rewards
 
     async def write(
@@ -156,7 +165,8 @@ class Recovery:
                 f"{', '.join(sorted(HARMLESS))}"
             )
         self.path = found.path
-        self.tree = json.loads((found.path / "run.json").read_text(encoding="utf-8"))
+        tree = self.tree = json.loads((found.path / "run.json").read_text(encoding="utf-8"))
+        self._covered[found.step] = tree["intake"]
 
     async def _write(self, tree: Mapping[str, Any], learner: Learner, drafter: OnlineDrafter) -> None:
         assert self._store is not None
@@ -168,6 +178,7 @@ class Recovery:
                 text = json.dumps({**tree, "drafter": drafter_state}) + "\n"
                 (partial_path / "run.json").write_text(text, encoding="utf-8")
                 self._written = stack.pop_all()
+                self._covered[tree["step"]] = tree["intake"]
         except (OSError, PacelineError) as error:
             self._failed(error)
 
@@ -178,10 +189,16 @@ class Recovery:
             self._failed(error)
             return
         assert self._store is not None and self._log is not None
-        self._log.forget(up_to=min(self._store.steps()))
+        oldest = min(self._store.steps())
+        if oldest in self._covered:  # else it is that of the next checkpoint
+            self._covered = {step: state for step, state in self._covered.items() if step >= oldest}
+            state = self._covered[oldest]
+            self._log.forget(step=oldest, num_opened=state["num_taken"], still_open=set(state["open"]))
 
-    def _keep(self, step: int, position: int, group: Group) -> None:
-        self._attempt(lambda log: log.put(step, position, group))
+    def _report_broken(self) -> None:
+        if self._log is not None and self._log.num_broken:
+            self._journal.event("broken_log_files", files=self._log.num_broken)
+            self._log.num_broken = 0
 
     def _attempt(self, write: Callable[[BatchLog], None]) -> None:
         assert self._log is not None

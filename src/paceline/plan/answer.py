@@ -65,13 +65,13 @@ def simulate_arm(question: Question, lever: str, *, leases: bool = True) -> Arm:
     start."""
     together = lever == "together"
     precision: Precision = "fp8" if lever == "FP8" or (together and question.has_fp8) else "bf16"
-    lag = question.lag if together or lever == "asynchrony" else 0
+    max_age = question.max_age if together or lever == "asynchrony" else 0
     speculates = together or lever in ("speculation", "idle-worker drafting")
-    layout = best_layout(question, gain=0.6 * question.accepted_length if together else 1.0, lag=lag)
+    layout = best_layout(question, gain=0.6 * question.accepted_length if together else 1.0, max_age=max_age)
     trains = question.has_training and (together or lever == "idle-worker drafting")
     leased = trains and leases and layout.num_engines <= MOST_LEASED
     length = question.trained_length if trains and not leased else question.accepted_length
-    arm = scenario(question, layout, alpha=length if speculates else None, precision=precision, lag=lag)
+    arm = scenario(question, layout, alpha=length if speculates else None, precision=precision, max_age=max_age)
     if not leased:
         return Arm(layout=layout, times=simulate(arm))
     trained = engine_model(question, layout.tensor_parallel, alpha=question.trained_length, precision=precision)

@@ -94,6 +94,16 @@ class BatchingEngine:
         finished, self._finished = self._finished, []
         return finished
 
+    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+        self._stop()
+        self._waiting = deque(job for job in self._waiting if job.request.key not in keys)
+        for _, _, job in self._running:
+            if job.request.key in keys:
+                self._context_base -= job.context - job.joined_at
+        self._running = [entry for entry in self._running if entry[2].request.key not in keys]
+        heapq.heapify(self._running)
+        self._restart()
+
     async def pause(self) -> None:
         self._stop()
         self._paused = True

@@ -114,7 +114,7 @@ def _stages_panel(found: Answer) -> Panel:
     axes.grid(visible=False)
     axes.set_xlabel("seconds of one RL step")
     axes.legend(ncols=len(STAGES), fontsize=7, loc="lower right")
-    note = "With a lag, generation is what the learner waits for; the rest of it is hidden behind the learner's work."
+    note = "In asynchronous training generation is what the learner waits for; the rest is hidden behind its work."
     return Panel(title=title, note=note, svg=svg(figure, title))
 
 

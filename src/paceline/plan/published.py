@@ -185,7 +185,7 @@ def _nvidia_lag(world: World, alpha: float) -> float:
         num_groups=max(round(a.nvidia_rollouts * 32 / 48 / 8), 1),
         group_size=8,
         lengths=lognormal(a.nvidia_think_mean, 20_480),
-        lag=1,
+        max_age=1,
         steps=4,
     )
     alone = simulate(base)

@@ -1,7 +1,7 @@
 """A plan's question, and how its GPUs are divided between engines and learner.
 
 Engines and learner have GPUs of their own, as in `paceline train`. A synchronous run lets one group wait for the
-other; with a lag both work at once, so each arm gets the division of the GPUs that suits it best.
+other; in asynchronous training both work at once, so each arm gets the division of the GPUs that suits it best.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Question:
     tensor_parallel: int | None = None
     learner_gpus: int | None = None
     max_num_seqs: int = 256
-    lag: int = 1
+    max_age: int = 1
     """Lag of the asynchronous arms."""
     costs: Costs | None = None
     """Measured step times of one engine, in place of the roofline."""
@@ -153,7 +153,9 @@ def layouts(question: Question) -> list[Layout]:
     return found
 
 
-def scenario(question: Question, layout: Layout, *, alpha: float | None, precision: Precision, lag: int) -> Scenario:
+def scenario(
+    question: Question, layout: Layout, *, alpha: float | None, precision: Precision, max_age: int
+) -> Scenario:
     flops = layout.learner_gpus * question.gpu.flops("bf16") * question.constants.learner_efficiency
     sync_s = 1.0 + question.shape.weight_bytes(precision) / layout.tensor_parallel / (SYNC_GB_S * 1e9)
     return Scenario(
@@ -165,27 +167,27 @@ def scenario(question: Question, layout: Layout, *, alpha: float | None, precisi
         prompt_tokens=question.prompt_tokens,
         max_num_seqs=question.max_num_seqs,
         selector=None if alpha is None else MeasuredSelector(),
-        lag=lag,
+        max_age=max_age,
         learner_s_per_token=6 * question.shape.active_params / flops,
         sync_s=sync_s,
-        steps=1 + lag,
+        steps=1 + max_age,
     )
 
 
-def _estimate_s(question: Question, layout: Layout, *, gain: float, lag: int) -> float:
+def _estimate_s(question: Question, layout: Layout, *, gain: float, max_age: int) -> float:
     """Seconds of a step, roughly, to choose a layout before anything is simulated: tokens over rate, or the longest
     response."""
-    plain = scenario(question, layout, alpha=None, precision="bf16", lag=lag)
+    plain = scenario(question, layout, alpha=None, precision="bf16", max_age=max_age)
     batch = min(max(question.num_rollouts // layout.num_engines, 1), question.max_num_seqs)
     context = question.prompt_tokens + question.lengths.mean / 2
     tokens = question.num_rollouts * question.lengths.mean
     rate = layout.num_engines * batch / plain.model.step_s(batch, 0, context)
     tail_s = question.lengths.maximum * plain.model.step_s(max(batch // 8, 1), 0, 2 * context)
     learner_s = 4 / 3 * plain.learner_s_per_token * tokens
-    if lag:
+    if max_age:
         return max(tokens / rate / gain, learner_s) + plain.sync_s
     return max(tokens / rate, tail_s) / gain + learner_s + plain.sync_s
 
 
-def best_layout(question: Question, *, gain: float = 1.0, lag: int = 0) -> Layout:
-    return min(layouts(question), key=lambda layout: _estimate_s(question, layout, gain=gain, lag=lag))
+def best_layout(question: Question, *, gain: float = 1.0, max_age: int = 0) -> Layout:
+    return min(layouts(question), key=lambda layout: _estimate_s(question, layout, gain=gain, max_age=max_age))

@@ -51,7 +51,7 @@ def question_of(asked: Request) -> Question:
         tensor_parallel=tensor_parallel,
         learner_gpus=asked.learner_gpus,
         max_num_seqs=max(rollout.engine.max_num_seqs, 8) if rollout is not None else 256,
-        lag=asked.lag,
+        max_age=asked.max_age,
         costs=costs,
         fp8_costs=fp8_costs,
     )
@@ -77,8 +77,8 @@ def _costs(files: Sequence[Path]) -> tuple[Costs | None, Costs | None]:
 def recommended(found: Answer) -> str:
     """TOML with a comment where a user has to fill something in, or where Paceline is not there yet."""
     question = found.question
-    lag = question.lag if found.speedup("asynchrony") >= PAYS else 0
-    arm = found.arms["asynchrony" if lag else "plain"]
+    max_age = question.max_age if found.speedup("asynchrony") >= PAYS else 0
+    arm = found.arms["asynchrony" if max_age else "plain"]
     speculates = found.speedup("speculation") >= PAYS
     lines = [
         f"# paceline plan: {question.shape.name} on {question.num_gpus} {question.gpu.name}, {question.lengths.source}",
@@ -87,7 +87,7 @@ def recommended(found: Answer) -> str:
         "",
         "[run]",
         'name = "planned"',
-        f"lag = {lag}",
+        f"max_age = {max_age}",
         "",
         "[policy]",
         f"model = {json.dumps(question.shape.name)}  # must be a checkpoint directory on this machine",

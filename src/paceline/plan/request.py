@@ -55,7 +55,7 @@ class Request:
     learner_gpus: int | None = _option(
         None, type=int, metavar="N", help="GPUs of the learner (what makes a step shortest)"
     )
-    lag: int = _option(1, type=int, metavar="N", help="of the asynchronous arms, in batches (%(default)s)")
+    max_age: int = _option(1, type=int, metavar="N", help="of the asynchronous arms, in policy versions (%(default)s)")
     costs: Sequence[Path] = _option(
         (),
         type=Path,

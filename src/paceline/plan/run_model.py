@@ -42,7 +42,7 @@ class Scenario:
     max_num_seqs: int = 256
     selector: SelectorConfig | None = None
     """None does not speculate."""
-    lag: int = 0
+    max_age: int = 0
     learner_s_per_token: float = 0.0
     """Seconds of the update for each token; log-probabilities take a third of it on top."""
     sync_s: float = 0.0
@@ -96,7 +96,7 @@ class _Steps:
 
 @dataclass(slots=True, kw_only=True)
 class PausingSender:
-    """Every engine stops for the time of a push, in the middle of its rollouts if there is a lag."""
+    """Every engine stops for the time of a push, in the middle of its rollouts in asynchronous training."""
 
     engines: Sequence[BatchingEngine]
     seconds: float
@@ -119,7 +119,7 @@ StartTraining = Callable[[Members, Sequence[BatchingEngine]], OnlineDrafter]
 
 
 def simulate(scenario: Scenario, *, training: StartTraining = lambda members, engines: Off()) -> Times:
-    """Run the loop. The steps that fill the pipeline of a run with a lag are not counted."""
+    """Run the loop. The steps that fill the pipeline of an asynchronous run are not counted."""
     config = _config(scenario)
     sink = _Steps()
     engines: list[BatchingEngine] = []
@@ -156,8 +156,8 @@ def _config(scenario: Scenario) -> Config:
     return load_config(
         None,
         [
-            f"run.steps={scenario.warmup + scenario.steps + 2 * scenario.lag}",
-            f"run.lag={scenario.lag}",
+            f"run.steps={scenario.warmup + scenario.steps + 2 * scenario.max_age}",
+            f"run.max_age={scenario.max_age}",
             f"rollout.prompts_per_step={scenario.num_groups}",
             f"rollout.group_size={scenario.group_size}",
             f"rollout.max_tokens={scenario.lengths.maximum}",
@@ -185,7 +185,7 @@ def _selectors(scenario: Scenario) -> Iterator[Selector]:
 
 
 def _times(scenario: Scenario, sink: _Steps, engines: Sequence[BatchingEngine], seconds: float) -> Times:
-    counted = sink.steps[scenario.warmup + scenario.lag : len(sink.steps) - scenario.lag]
+    counted = sink.steps[scenario.warmup + scenario.max_age : len(sink.steps) - scenario.max_age]
 
     def mean(key: str) -> float:
         return sum(step.get(key, 0.0) for step in counted) / len(counted)

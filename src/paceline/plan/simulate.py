@@ -75,7 +75,7 @@ class SimulatedEngine:
     lose_at_s: float | None = None
     """Time at which the engine dies as a killed process does: what was running is gone."""
     policy_version: int = 0
-    _running: int = 0
+    _running: dict[tuple[int, int], asyncio.TimerHandle] = field(default_factory=dict)
     _waiting: list[RolloutRequest] = field(default_factory=list)
     _finished: list[Rollout] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,6 +95,14 @@ class SimulatedEngine:
         finished, self._finished = self._finished, []
         return finished
 
+    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+        self._check_alive()
+        self._waiting = [request for request in self._waiting if request.key not in keys]
+        for key in keys:
+            if (ending := self._running.pop(key, None)) is not None:
+                ending.cancel()
+        self._fill()
+
     async def pause(self) -> None:
         self._check_alive()
 
@@ -108,7 +116,7 @@ class SimulatedEngine:
         self._check_alive()
 
     async def metrics(self) -> Mapping[str, float]:
-        return {"engine/running_requests": self._running, "engine/waiting_requests": len(self._waiting)}
+        return {"engine/running_requests": len(self._running), "engine/waiting_requests": len(self._waiting)}
 
     async def take_timeline(self) -> Sequence[DraftBin]:
         return ()
@@ -122,16 +130,15 @@ class SimulatedEngine:
 
     def _fill(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._waiting and self._running < self.max_num_seqs:
+        while self._waiting and len(self._running) < self.max_num_seqs:
             request = self._waiting.pop()
             length = self.length_of(request)
-            self._running += 1
-            loop.call_later(
+            self._running[request.key] = loop.call_later(
                 length * self.seconds_per_token, self._finish, request, length, loop.time(), self.policy_version
             )
 
     def _finish(self, request: RolloutRequest, length: int, started_s: float, version: int) -> None:
-        self._running -= 1
+        del self._running[request.key]
         rollout = finished_rollout(
             request, length, engine=self.name, started_s=started_s, version=version, version_end=self.policy_version
         )
@@ -161,7 +168,9 @@ def finished_rollout(
 ) -> Rollout:
     """A rollout without content that ends now; `drafts`: verifications, drafted and accepted tokens. The loop
     compares every log-probability with the learner's, which for millions of zeros takes longer than all else:
-    `num_logp` makes them fewer."""
+    `num_logp` makes them fewer. Which tokens came between two pushes is not simulated: the last one alone counts as
+    drawn by `version_end`."""
+    spans = ((version, length - 1), (version_end, 1)) if length > 1 and version_end > version else ((version, length),)
     return Rollout(
         group_id=request.group_id,
         index=request.index,
@@ -169,8 +178,7 @@ def finished_rollout(
         token_ids=_zeros(length, np.int32),
         logp=_zeros(length if num_logp is None else num_logp, np.float32),
         finish_reason="length" if length >= request.max_tokens else "stop",
-        policy_version=version,
-        policy_version_end=version_end,
+        version_spans=spans,
         engine=engine,
         started_s=started_s,
         finished_s=asyncio.get_running_loop().time(),

@@ -123,12 +123,12 @@ class RecordedRun:
         return np.full(len(self.steps), np.nan) if found is None else found.copy()
 
     def whole_phases(self) -> tuple[StepRollouts, ...]:
-        """Steps of which it is known what every engine did: with a lag, rollouts of the steps around were in flight as
-        well, and must be recorded too."""
-        lag = self.config.get("run", {}).get("lag", 0)
+        """Steps of which it is known what every engine did: in asynchronous training, rollouts of the steps around were
+        in flight as well, and must be recorded too."""
+        age = self.config.get("run", {}).get("max_age", 0)
         missing = set(self.steps) - {batch.step for batch in self.rollouts}
         return tuple(
-            batch for batch in self.rollouts if missing.isdisjoint(range(batch.step - lag, batch.step + lag + 1))
+            batch for batch in self.rollouts if missing.isdisjoint(range(batch.step - age, batch.step + age + 1))
         )
 
     def first_and_last(self) -> tuple[tuple[StepRollouts, ...], tuple[StepRollouts, ...]]:

@@ -193,8 +193,8 @@ def _stages_panel(run: RecordedRun, figures: RunSummary) -> Panel:
     figure.legend(loc="outside upper left", ncols=7, handlelength=1, columnspacing=1.2)
     title = f"Generation takes {percent(figures.generation_share)} of the time of a step"
     note = "Seconds of each stage; shares are of the whole run."
-    if run.config.get("run", {}).get("lag"):
-        note += " Engines work ahead in this run: generation is the time that the learner waited for a batch."
+    if run.config.get("run", {}).get("max_age"):
+        note += " Engines work ahead in this run: generation is the time that the learner waited for groups."
     return Panel(title=title, note=note, svg=svg(figure, title))
 
 

@@ -7,9 +7,9 @@
 An engine is either good or lost, and a lost one stays lost: every method raises the same EngineLostError from then on,
 and the owner closes it and sends its requests elsewhere. It is lost when vLLM says so, when a call does not answer in
 time, when it owes an answer and its processes stand still (pulse.py: a frozen EngineCore passes vLLM's own health
-check), when requests are in flight and no token comes for `progress_deadline_s`, and when vLLM gives up on a request:
-nothing here ever aborts one, so an aborted request means that the engine is being torn down, and dropping it silently
-would leave its group incomplete for ever.
+check), when requests are in flight and no token comes for `progress_deadline_s`, and when vLLM gives up on a request
+that `abort` did not name: then the engine is being torn down, and dropping the request silently would leave its group
+incomplete for ever.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class VllmEngine:
         self._num_calls = 0
         """Calls under way. They have deadlines of their own, and may wait for others: a push waits for the learner."""
         self._ping: asyncio.Task[None] | None = None
-        self._in_flight: set[asyncio.Task[None]] = set()
+        self._in_flight: dict[asyncio.Task[None], tuple[int, int]] = {}
+        """What waits for the end of each rollout, which is named by its key."""
         self._finished: list[Rollout] = []
         self._news = asyncio.Event()
         self._paused = False
@@ -166,6 +167,12 @@ class VllmEngine:
             self._news.clear()
         finished, self._finished = self._finished, []
         return finished
+
+    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+        found = {task: key for task, key in self._in_flight.items() if key in set(keys)}
+        for task in found:
+            task.cancel()  # before vLLM answers it with an abort, which would be taken for the engine's end
+        await self._call("abort", vllm_requests.abort(self._llm, list(found.values())))
 
     async def pause(self) -> None:
         await self._call("pause", self._llm.pause_generation(mode="keep", clear_cache=False))
@@ -277,8 +284,8 @@ class VllmEngine:
             params = sampling_params(request, self._stop_token_ids)
             outputs = await vllm_requests.add(self._llm, request, params, cache_salt=str(self.policy_version))
             task = asyncio.create_task(self._finish(request, outputs, started_s))
-            self._in_flight.add(task)
-            task.add_done_callback(self._in_flight.discard)
+            self._in_flight[task] = request.key
+            task.add_done_callback(self._in_flight.pop)
 
     async def _finish(self, request: RolloutRequest, outputs: RequestOutputCollector, started_s: float) -> None:
         try:

@@ -4,7 +4,7 @@ runs/NAME/config.json      the resolved config
          metrics.jsonl     everything that was measured
          policy/step-N/    Hugging Face checkpoints of the policy
          state/step-N/     checkpoints of the whole run, for `--resume`
-         batches/step-N/   rollouts and rewards that no checkpoint covers yet
+         batches/          rollouts and rewards that no checkpoint covers yet
          report.html       made at the end, or by `paceline report`
 """
 

@@ -394,7 +394,6 @@ def _sample_batch(engine: PreTrainedModel, prompts: Sequence[Prompt], max_tokens
                 num_prompt_tokens=len(prompt.token_ids),
                 logp=logp_BT[row, :length].numpy(),
                 advantage=0.0,
-                policy_version=0,
             )
         )
     return samples

@@ -140,7 +140,7 @@ def _question_235b(constants: Constants, *, num_gpus: int = 2048, num_rollouts: 
         lengths=lognormal(8000, 32_768),
         accepted_length=alpha,
         trained_length=alpha,
-        lag=2,
+        max_age=2,
         tensor_parallel=8,
         constants=constants,
     )
@@ -175,9 +175,9 @@ def _conditions(constants: Constants) -> dict[str, dict[str, float]]:
         question = replace(_question_235b(used, num_gpus=256, num_rollouts=512), lengths=lengths)
         if alpha is not None:
             question = replace(question, accepted_length=alpha, trained_length=alpha)
-        layout = best_layout(question, gain=2.0, lag=2)
-        plain = scenario(question, layout, alpha=None, precision="fp8", lag=2)
-        fast = scenario(question, layout, alpha=question.accepted_length, precision="fp8", lag=2)
+        layout = best_layout(question, gain=2.0, max_age=2)
+        plain = scenario(question, layout, alpha=None, precision="fp8", max_age=2)
+        fast = scenario(question, layout, alpha=question.accepted_length, precision="fp8", max_age=2)
         slow_s, fast_s = simulate(plain).step_s, simulate(replace(fast, selector=MeasuredSelector())).step_s
         free = (
             simulate(replace(plain, learner_s_per_token=0.0)).step_s

@@ -2,11 +2,12 @@
 
 Relied upon:
   vllm/inputs/engine.py                  tokens_input: rendered input, which skips vLLM's tokenizer threads
-  vllm/v1/engine/async_llm.py            AsyncLLM.add_request returns a RequestOutputCollector
+  vllm/v1/engine/async_llm.py            AsyncLLM.add_request returns a RequestOutputCollector; abort takes the names
+                                         that add_request was given, and knows nothing of those that have finished
   vllm/v1/engine/output_processor.py     RequestOutputCollector.get: with RequestOutputKind.FINAL_ONLY one, the last
   vllm/outputs.py                        CompletionOutput: finish_reason, weight_versions (a label per run of tokens,
                                          set by AsyncLLM.update_weight_version; 0.30 and 0.31 have none, see
-                                         `_versions`), spec_decode_metrics (num_draft_tokens,
+                                         `version_spans`), spec_decode_metrics (num_draft_tokens,
                                          histogram of accepted tokens; `per_request_spec_decode_metrics="summary"`)
   vllm/logprobs.py                       FlatLogprobs.logprobs: with `logprobs=0` that of each sampled token
 
@@ -16,17 +17,22 @@ Goes when AsyncLLM hands out finished requests in a documented form that has ver
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from paceline.types import PacelineError, Rollout, RolloutRequest
+from paceline.types import PacelineError, Rollout, RolloutRequest, VersionSpans
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
+
+
+async def abort(llm: AsyncLLM, keys: Sequence[tuple[int, int]]) -> None:
+    """End requests that were added, as far as they have not ended."""
+    await llm.abort([_name(key) for key in keys])
 
 
 async def add(
@@ -37,7 +43,7 @@ async def add(
     from vllm.inputs.engine import tokens_input
 
     prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=cache_salt)
-    return await llm.add_request(f"{request.group_id}:{request.index}", prompt, params)
+    return await llm.add_request(_name(request.key), prompt, params)
 
 
 async def finished(
@@ -58,7 +64,6 @@ async def finished(
     if completion.finish_reason not in ("stop", "length"):
         raise PacelineError(f"vLLM ended it with {completion.finish_reason!r}")
     assert isinstance(completion.logprobs, FlatLogprobs)
-    first, last = _versions(completion, submitted, version())
     drafts = completion.spec_decode_metrics
     return Rollout(
         group_id=request.group_id,
@@ -67,8 +72,7 @@ async def finished(
         token_ids=np.asarray(completion.token_ids, np.int32),
         logp=np.asarray(completion.logprobs.logprobs, np.float32),
         finish_reason=completion.finish_reason,
-        policy_version=first,
-        policy_version_end=last,
+        version_spans=version_spans(completion, submitted, version()),
         engine=engine,
         started_s=started_s,
         finished_s=time.monotonic(),
@@ -78,13 +82,23 @@ async def finished(
     )
 
 
-def _versions(completion: CompletionOutput, submitted: int, now: int) -> tuple[int, int]:
-    """Policy versions of the first and the last token.
+def version_spans(completion: CompletionOutput, submitted: int, now: int) -> VersionSpans:
+    """Policy versions of a response's tokens.
 
-    vLLM 0.30 and 0.31 do not label tokens. There a rollout counts from the version at its submission, which is too old
-    by a version for one that waited in vLLM's queue while new weights came (asynchronous training only).
+    vLLM 0.30 and 0.31 do not label tokens. There all but the last count as drawn by the version at the submission,
+    which is too old for those that came after a sync, and by a version for a rollout that waited in vLLM's queue while
+    new weights came (asynchronous training only).
     """
+    num_tokens = len(completion.token_ids)
     if "weight_versions" not in vars(completion):
-        return submitted, now
+        if now == submitted or num_tokens < 2:
+            return ((submitted, num_tokens),)
+        return ((submitted, num_tokens - 1), (now, 1))
     assert completion.weight_versions, "vLLM labels every token with the version that the engine was told"
-    return int(completion.weight_versions[0].version), int(completion.weight_versions[-1].version)
+    spans = tuple((int(s.version), s.end - s.start) for s in completion.weight_versions if s.end > s.start)
+    assert sum(length for _, length in spans) == num_tokens, "labels cover all tokens"
+    return spans
+
+
+def _name(key: tuple[int, int]) -> str:
+    return f"{key[0]}:{key[1]}"

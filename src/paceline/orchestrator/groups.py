@@ -1,0 +1,75 @@
+"""Groups that are sampled together: how they are drawn, and who waits for them or is told of each."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from paceline.config import Config
+from paceline.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the rollouts of some groups are drawn."""
+
+    group_size: int
+    temperature: float
+    max_tokens: int
+    seed: tuple[int, ...] | None = None
+    """From it and its place in the batch every rollout gets a seed of its own; None leaves the draws to the engine."""
+
+    @classmethod
+    def to_train(cls, config: Config, *seed: int) -> Sampling:
+        """Sampling for groups to train on."""
+        rollout = config.rollout
+        return cls(
+            group_size=rollout.group_size,
+            temperature=rollout.temperature,
+            max_tokens=rollout.max_tokens,
+            seed=(config.run.seed, *seed) if rollout.engine.deterministic else None,
+        )
+
+    def seed_of(self, place: int, index: int) -> int | None:
+        if self.seed is None:
+            return None
+        return int(np.random.SeedSequence((*self.seed, place, index)).generate_state(1)[0])
+
+
+class GroupListener(Protocol):
+    """Is told at once what becomes of each group."""
+
+    def on_group(self, group: Group) -> None:
+        """A group has finished."""
+        ...
+
+    def on_dropped(self, group_id: int) -> None:
+        """A group will not be finished."""
+        ...
+
+    def on_failure(self, failure: BaseException) -> None:
+        """Nothing that is open will be finished."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Groups that were opened together, in the order of their prompts; those that were dropped are missing."""
+
+    total: int
+    group_ids: tuple[int, ...]
+    listener: GroupListener | None = None
+    groups: dict[int, Group] = field(default_factory=dict)
+    done: int = 0
+    num_tokens: int = 0
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: BaseException | None = None
+
+    async def wait(self) -> list[Group]:
+        await self.finished.wait()
+        if self.failure is not None:
+            raise self.failure
+        return [self.groups[group_id] for group_id in self.group_ids if group_id in self.groups]
