@@ -62,6 +62,11 @@ BENCHES = {
         _costs,
     ),
     "control": BenchEntry("cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)"),
+    "faults": BenchEntry(
+        "engines, learner, drafter training and driver killed, stopped or without memory: what is lost, how long until "
+        "it is found (about 35 minutes)",
+        _runs,
+    ),
     "guard": BenchEntry(
         "planted faults: is each answered by the right rung, and are clean batches left alone (about 5 minutes)"
     ),
