@@ -112,7 +112,14 @@ _BUSY_SETTINGS = (
 _BUSY_FAULTS = {2: KILL_TRAINER, 4: KILL_TRAINER}
 
 
-def run(*, context: Context, config_file: Path, overrides: Sequence[str] = (), num_steps: int = 60) -> Result:
+def run(
+    *,
+    context: Context,
+    config_file: Path,
+    environ: Mapping[str, str],
+    overrides: Sequence[str] = (),
+    num_steps: int = 60,
+) -> Result:
     """Hurt one run on a busy machine, and one for long; `num_steps` is how long engine faults are rare in that."""
     rng = np.random.default_rng(0)
     rows: list[Row] = []
@@ -122,7 +129,8 @@ def run(*, context: Context, config_file: Path, overrides: Sequence[str] = (), n
         settings = [*_SETTINGS, f'run.directory="{root}"']
         with closing(HurtRun(root / "busy", root / "busy.log")) as busy:
             arguments = [_long_prompts(root), *settings, *_BUSY_SETTINGS, "run.name=busy", *overrides]
-            _hurt_busy(busy, arguments, root, rng, rows, context)
+            caches = {name: f"{root}/cache/{name}" for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")}
+            _hurt_busy(busy, arguments, {**environ, **caches}, rng, rows, context)
         orphans["bench ended by SIGTERM"] = _end_bench(root, context)
         with closing(HurtRun(root / "long", root / "long.log")) as long:
             long.start([str(config_file), *settings, *_STEADY_SETTINGS, "run.steps=10000", "run.name=long", *overrides])
@@ -237,12 +245,16 @@ def _hurt_densely(run: HurtRun, rng: np.random.Generator, rows: list[Row], orpha
 
 
 def _hurt_busy(
-    run: HurtRun, arguments: Sequence[str], root: Path, rng: np.random.Generator, rows: list[Row], context: Context
+    run: HurtRun,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    rng: np.random.Generator,
+    rows: list[Row],
+    context: Context,
 ) -> None:
     context.progress("a run on a machine with other work to do; its engines compile")
-    caches = {name: str(root / "cache" / name) for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")}
     with _busy_machine():
-        run.start(arguments, {**os.environ, **caches})
+        run.start(arguments, environ)
         for step, kind in _BUSY_FAULTS.items():
             rows.append(_hurt(run, kind, rng, step=step))
             _tell(rows, context)

@@ -119,8 +119,9 @@ class HurtRun:
 
     def close(self) -> None:
         """End it, if it has not ended: its processes end with their driver."""
-        self.driver.kill()
-        self.driver.wait()
+        if self._num_lives:
+            self.driver.kill()
+            self.driver.wait()
 
     def last_lines(self) -> str:
         return self._log.read_text(encoding="utf-8")[-2000:]
