@@ -68,8 +68,8 @@ BENCHES = {
     ),
     "control": BenchEntry("cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)"),
     "faults": BenchEntry(
-        "engines, learner, drafter training and driver killed, stopped or without memory: what is lost, how long until "
-        "it is found (about 35 minutes)",
+        "engines, learner, drafter training and driver killed or stopped: what is lost, how long until it is found "
+        "(about 35 minutes)",
         _runs_elsewhere,
     ),
     "guard": BenchEntry(

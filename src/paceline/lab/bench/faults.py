@@ -1,4 +1,4 @@
-"""`paceline bench faults`: what a run does when its processes are killed, stopped or left without memory.
+"""`paceline bench faults`: what a run does when its processes are killed or stopped.
 
     busy     a machine with as many busy processes as cores, engines that compile, long prompts; trainers are killed
     steady   60 steps, an engine fault in every tenth                                        useful_time
@@ -7,8 +7,9 @@
     useful_time = 60 x median time of the steps without a fault / time of the 60 steps
 
 A step is without a fault if both engines were alive all through it. A fault counts if it was witnessed: the process was
-there before, and gone, stopped or without memory after. The time until a fault is found ends when its event is seen in
-metrics.jsonl. A loss that nothing was done for is a false alarm.
+there before, and gone or stopped after. The time until a fault is found ends when its event is seen in metrics.jsonl. A
+loss that nothing was done for is a false alarm. Out of memory is what the kernel makes of it: SIGKILL for the largest
+process of an engine, which is vLLM's worker.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from paceline.types import PacelineError
 
 Row = dict[str, Any]
 LOSSES = ("engine_lost", "learner_lost", "trainer_lost")
-_FOUND_DEADLINE_S, _HEALED_DEADLINE_S = 120.0, 300.0
+_FOUND_DEADLINE_S, _HEALED_DEADLINE_S = 120.0, 900.0
 _NUM_ENGINES = 2
 
 
@@ -70,17 +71,16 @@ KILL_IDLE_ACTOR = FaultKind(victim="actor", blow="kill", stage="logprob", figure
 KILL_IDLE_CORE = FaultKind(victim="core", blow="kill", stage="logprob", figure=_IDLE)
 STOP_ACTOR = FaultKind(victim="actor", blow="stop", stage="generation", figure=_HANG)
 STOP_CORE = FaultKind(victim="core", blow="stop", stage="generation", figure=_HANG)
-STARVE_ACTOR = FaultKind(victim="actor", blow="starve", stage="generation")
-STARVE_CORE = FaultKind(victim="core", blow="starve", stage="generation")
+OUT_OF_MEMORY = FaultKind(victim="largest", blow="kill", stage="generation", figure=_BUSY)
 KILL_LEARNER = FaultKind(victim="learner", blow="kill", stage="train")
 KILL_IDLE_LEARNER = FaultKind(victim="learner", blow="kill", stage="generation")
 KILL_TRAINER = FaultKind(victim="trainer", blow="kill", stage="draft")
 KILL_DRIVER = FaultKind(victim="driver", blow="kill", stage="generation")
 TERM_DRIVER = FaultKind(victim="driver", blow="term", stage="train")
-STEADY = (KILL_ACTOR, STOP_CORE, KILL_CORE, KILL_IDLE_ACTOR, STARVE_CORE, KILL_CORE)
+STEADY = (KILL_ACTOR, STOP_CORE, KILL_CORE, KILL_IDLE_ACTOR, OUT_OF_MEMORY, KILL_CORE)
 DENSE = (
     *(KILL_ACTOR, KILL_CORE, KILL_ACTOR, KILL_IDLE_ACTOR, KILL_IDLE_CORE, STOP_ACTOR, STOP_CORE),
-    *(STARVE_ACTOR, STARVE_CORE, KILL_LEARNER, KILL_IDLE_LEARNER, KILL_DRIVER, TERM_DRIVER),
+    *(OUT_OF_MEMORY, OUT_OF_MEMORY, KILL_LEARNER, KILL_IDLE_LEARNER, KILL_DRIVER, TERM_DRIVER),
 )
 _SETTINGS = (
     "policy.model=arena:tiny",
@@ -266,15 +266,15 @@ def _hurt(run: HurtRun, kind: FaultKind, rng: np.random.Generator, *, step: int)
     """Do it in this step, or in the next that begins; returns when it is found and healed, or not in time."""
     step = _await_moment(run, kind, rng, step)
     since = len(run.seen)
-    number = len(run.processes(kind.victim))
+    victims = run.processes(kind.victim)
     # The oldest: engines take turns, and each was well for a while.
-    victim = min(run.processes(kind.victim), key=lambda process: process.create_time())
+    victim = min(victims, key=lambda process: process.create_time())
     struck_s = time.monotonic()
     witnessed = strike(victim, kind.blow)
     lost = run.wait_for_event(f"{kind.part}_lost", since=since, deadline_s=_FOUND_DEADLINE_S)
     healed_s: float | None = None
     if lost is not None and kind.part == "trainer":
-        healed_s = _await_trainers(run, number) - struck_s
+        healed_s = _await_trainers(run, len(victims)) - struck_s
     elif lost is not None:
         of = place_of(lost.record.get("engine", ""))
         healed = run.wait_for_event(f"{kind.part}_healed", since=since, deadline_s=_HEALED_DEADLINE_S, of=of)

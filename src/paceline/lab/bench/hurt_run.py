@@ -16,12 +16,11 @@ import psutil
 
 from paceline.types import PacelineError
 
-Blow = Literal["kill", "stop", "starve", "term"]
-"""SIGKILL; SIGSTOP, which stands for whatever makes a process hang; an end to its memory; SIGTERM."""
+Blow = Literal["kill", "stop", "term"]
+"""SIGKILL; SIGSTOP, which stands for whatever makes a process hang; SIGTERM."""
 _LOOK_S = 0.01
 _EFFECT_S = 5.0
 """How long the system may take to end or stop a process."""
-_STARVED_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +126,11 @@ class HurtRun:
         return self._log.read_text(encoding="utf-8")[-2000:]
 
     def processes(self, role: str) -> list[psutil.Process]:
-        """Its processes of this role: `actor` and `core` of engines, `learner` or `trainer`; or the `driver`."""
-        driver = psutil.Process(self.driver.pid)
-        if role == "driver":
-            return [driver]
-        return [process for process in driver.children(recursive=True) if role_of(process) == role]
+        """Its processes of this role: `actor`, `core` and `largest` of engines, `learner` or `trainer`."""
+        children = psutil.Process(self.driver.pid).children(recursive=True)
+        if role == "largest":
+            return [largest_of(process) for process in children if role_of(process) == "actor"]
+        return [process for process in children if role_of(process) == role]
 
     def family(self) -> list[psutil.Process]:
         driver = psutil.Process(self.driver.pid)
@@ -157,6 +156,11 @@ def role_of(process: psutil.Process) -> str | None:
     return next((role for name, role in names.items() if name in line), None)
 
 
+def largest_of(process: psutil.Process) -> psutil.Process:
+    """The process with the most memory, of one and its children: the one that the kernel kills when memory is out."""
+    return max((process, *process.children(recursive=True)), key=lambda member: member.memory_info().rss)
+
+
 def is_gone(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
@@ -165,7 +169,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def strike(victim: psutil.Process, blow: Blow) -> bool:
-    """Hurt a process; whether it was there and whole before, and is gone or stopped or without memory after."""
+    """Hurt a process; whether it was there and whole before, and is gone or stopped after."""
     if is_gone(victim) or (blow != "kill" and victim.status() == psutil.STATUS_STOPPED):
         return False
     match blow:
@@ -175,10 +179,6 @@ def strike(victim: psutil.Process, blow: Blow) -> bool:
         case "stop":
             victim.send_signal(signal.SIGSTOP)
             return _comes_true(lambda: not is_gone(victim) and victim.status() == psutil.STATUS_STOPPED)
-        case "starve":
-            # What it maps or grows from now on fails with ENOMEM, as on a machine without overcommitment.
-            victim.rlimit(psutil.RLIMIT_AS, (_STARVED_BYTES, _STARVED_BYTES))
-            return victim.rlimit(psutil.RLIMIT_AS)[0] == _STARVED_BYTES
         case "term":
             victim.send_signal(signal.SIGTERM)
             return True
