@@ -161,6 +161,10 @@ def run(
             "orphans": orphans,
             "false_alarms": alarms,
             "num_steps": len(kept["step"]),
+            "tokens_not_trained_on": sum(
+                abs(record["metrics"]["policy/num_tokens"] - record["metrics"]["rollout/num_tokens"])
+                for record in kept["step"]
+            ),
             "step_without_fault_s": typical_s,
         },
     )
@@ -272,21 +276,21 @@ def _hurt(run: HurtRun, kind: FaultKind, rng: np.random.Generator, *, step: int)
     struck_s = time.monotonic()
     witnessed = strike(victim, kind.blow)
     lost = run.wait_for_event(f"{kind.part}_lost", since=since, deadline_s=_FOUND_DEADLINE_S)
-    healed_s: float | None = None
+    healed_at_s: float | None = None
     if lost is not None and kind.part == "trainer":
-        healed_s = _await_trainers(run, len(victims)) - struck_s
+        healed_at_s = _await_trainers(run, len(victims))
     elif lost is not None:
         of = place_of(lost.record.get("engine", ""))
         healed = run.wait_for_event(f"{kind.part}_healed", since=since, deadline_s=_HEALED_DEADLINE_S, of=of)
-        healed_s = None if healed is None else healed.at_s - struck_s
+        healed_at_s = None if healed is None else healed.at_s
     return {
         "fault": kind.name,
         "step": step,
         "figure": kind.figure,
         "witnessed": witnessed,
         "found_s": float("inf") if lost is None else lost.at_s - struck_s,
-        "healed": healed_s is not None,
-        "healed_s": healed_s,
+        "healed": healed_at_s is not None,
+        "healed_s": None if healed_at_s is None else healed_at_s - struck_s,
         "event": None if lost is None else lost.record,
     }
 
@@ -327,12 +331,12 @@ def _await_moment(run: HurtRun, kind: FaultKind, rng: np.random.Generator, step:
     return step
 
 
-def _await_trainers(run: HurtRun, number: int) -> float:
-    """When there are so many trainers again; infinity if that does not come."""
+def _await_trainers(run: HurtRun, number: int) -> float | None:
+    """When there are so many trainers again; None if that does not come."""
     until_s = time.monotonic() + _HEALED_DEADLINE_S
     while sum(not is_gone(process) for process in run.processes("trainer")) < number:
-        if time.monotonic() > until_s:
-            return float("inf")
+        if time.monotonic() > until_s or run.driver.poll() is not None:
+            return None
         time.sleep(0.1)
         run.look()
     return time.monotonic()

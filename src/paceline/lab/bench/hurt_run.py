@@ -91,7 +91,8 @@ class HurtRun:
     def wait_for_stage(self, stage: str, step: int) -> int:
         """Wait until this stage of this step or of a later one begins; returns the step."""
         seen = self.wait_for(
-            lambda record: record["kind"] == "stage" and record["stage"] == stage and record["step"] >= step
+            lambda record: record["kind"] == "stage" and record["stage"] == stage and record["step"] >= step,
+            deadline_s=1800.0,
         )
         if seen is None:
             raise PacelineError(f"the run did not come to {stage} of step {step}: {self.last_lines()}")
@@ -114,7 +115,9 @@ class HurtRun:
             self.look()
             time.sleep(10 * _LOOK_S)
         self.look()
-        return self.driver.wait(1.0)
+        if self.driver.poll() is None:
+            raise PacelineError(f"the run did not end within {deadline_s:.0f} s: {self.last_lines()}")
+        return self.driver.returncode
 
     def close(self) -> None:
         """End it, if it has not ended: its processes end with their driver."""
