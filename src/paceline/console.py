@@ -35,6 +35,7 @@ _TROUBLES = {
     "history/failures": "history drafter failures",
     "draft/hand_over_failures": "hand-over failures",
     "checkpoint/failed": "checkpoints failed",
+    "learner/restarted": "learners lost and replaced",
     "draft/failures": "drafter training failures",
     "metrics/sink_errors": "sink errors",
     "metrics/records_lost": "records not written",

@@ -95,6 +95,11 @@ def atomic_directory(path: Path, *, durable: bool = False) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def final_path(partial: Path) -> Path:
+    """The name that an atomic file or directory gets which is being written; that of any other path is its own."""
+    return partial.with_name(partial.name[1:].rsplit(".", 2)[0]) if partial.name.endswith(_PARTIAL) else partial
+
+
 def move_file(source: Path, target: Path) -> None:
     """Give a whole file or directory another name in the same file system; whoever opens `target` finds the old or
     the new one."""

@@ -40,6 +40,17 @@ class EngineLostError(PacelineError):
         return f"engine {self.engine} is lost: {self.why}"
 
 
+class LearnerLostError(PacelineError):
+    """A process of the learner died or did not answer in time, and was not or could not be started again."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"the learner is lost: {self.why}"
+
+
 class PushRefusedError(PacelineError):
     """A weight push was refused before it touched the model; the engine keeps the version it had."""
 

@@ -1,4 +1,5 @@
-"""Real Ray, real vLLM, a real learner: an engine that dies is replaced, and nothing survives the driver's death."""
+"""Real Ray, real vLLM, a real learner: an engine or learner that dies is replaced, and nothing survives the driver's
+death."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from ipaddress import ip_address
+from itertools import count
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -47,6 +50,20 @@ def gone(process: psutil.Process) -> bool:
 
 def sockets_of(processes: list[psutil.Process]) -> set[str]:
     return {str(c.laddr) for process in processes for c in process.net_connections("unix") if c.laddr}
+
+
+def kill_learner() -> psutil.Process:
+    children = psutil.Process().children(recursive=True)
+    # Ray names a process by its actor.
+    (learner,) = [child for child in children if not gone(child) and "LearnerActor" in " ".join(child.cmdline())]
+    learner.kill()
+    return learner
+
+
+def random_prompts() -> Iterator[Prompt]:
+    for i in count():
+        token_ids = np.random.default_rng(i).integers(2, 90, 12).astype(np.int32)
+        yield Prompt(id=f"p{i}", text="", token_ids=token_ids, row={})
 
 
 def wait_until(condition, seconds: float) -> bool:
@@ -97,24 +114,20 @@ async def stream_on(cluster, model, metrics) -> None:
 
 
 @pytest.mark.parametrize(("transport", "killed"), [("shared_memory", "actor"), ("distributed", "EngineCore")])
-def test_killed_engine_costs_no_group_and_no_process_and_comes_back(tmp_path, monkeypatch, transport, killed):
+def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(tmp_path, monkeypatch, transport, killed):
     """SIGKILL of one of two engines in mid-rollout: every group still arrives once, on a policy that learner and engine
     agree on, and another engine in its place samples a later batch from that policy.
+
+    SIGKILL of the learner before the last step: a new one has the policy that the engines have, by the same updates.
 
     On the CPU the distributed transport runs over gloo; the process group is made anew without the engine that is gone.
 
     The engines speculate, so that a fault which only drafts bring out has the whole loop to show in.
     """
-    import numpy as np
-
     monkeypatch.setattr(layout, "weight_transport", lambda kind: transport)
     model = make_policy(tmp_path / "model")
     config = load_config(None, [*SMALL, "speculation.drafter.kind=history", "speculation.max_draft_length=3"])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
-    prompts = [
-        Prompt(id=f"p{i}", text="", token_ids=np.random.default_rng(i).integers(2, 90, 12).astype(np.int32), row={})
-        for i in range(64)
-    ]
     seen: list[tuple[int, int]] = []
     orphans: list[psutil.Process] = []
 
@@ -124,11 +137,14 @@ def test_killed_engine_costs_no_group_and_no_process_and_comes_back(tmp_path, mo
         seen.extend(rollout.key for group in groups for rollout in group.rollouts)
         if len(seen) == 2 * 8 * 4:
             await asyncio.wait_for(healed.wait(), 600)  # a start takes longer than these small steps
+        if len(seen) == 3 * 8 * 4:
+            orphans.append(kill_learner())
         return [[float(len(rollout.token_ids) % 2) for rollout in group.rollouts] for group in groups]
 
     async def work():
         async with start_cluster(config, model) as cluster:
             cluster.members.on_joined(lambda engine: healed.set())
+            cluster.learner.heal(recorder.event)
             victim = cluster.engines[0]
             taken = victim.collect
 
@@ -146,7 +162,7 @@ def test_killed_engine_costs_no_group_and_no_process_and_comes_back(tmp_path, mo
                 members=cluster.members,
                 learner=cluster.learner,
                 sender=cluster.sender,
-                prompts=iter(prompts),
+                prompts=random_prompts(),
                 heldout=[],
                 score=score,
                 healer=cluster.healer,
@@ -169,6 +185,8 @@ def test_killed_engine_costs_no_group_and_no_process_and_comes_back(tmp_path, mo
     assert [record["metrics"]["engine/restarted"] for record in records["step"]] == [0, 1, 0]
     last = records["rollouts"][-1]
     assert {last["engines"][index] for index in last["engine"]} == {"engine-0#2", "engine-1"}
+    assert [event["calls_repeated"] for event in records["event"] if event["what"] == "learner_healed"] == [2]
+    assert [record["metrics"]["learner/restarted"] for record in records["step"]] == [0, 0, 1]
     by_engine = records["mismatch"][-1]["engines"]
     assert by_engine["engine-0#2"] < 1e-2, "it samples from another policy than the learner has"
     assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3]
@@ -190,8 +208,6 @@ def undocumented(keys: Iterable[str]) -> list[str]:
 def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path):
     """Limits that any mismatch exceeds: both engines are started again after the first batch, take the push and sample
     the next, and no process of the first two is left."""
-    import numpy as np
-
     model = make_policy(tmp_path / "model")
     limits = [
         "guard.correct=1e-12",

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -96,6 +97,31 @@ def test_exit_codes(command, code: int, says: str, monkeypatch: pytest.MonkeyPat
     assert cli.main(["report"]) == code
     assert says in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits for it", "forgets it"])
+def test_nothing_that_a_command_has_started_outlives_its_sigterm(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of a bench lived on for up to 25 s: as long as they took to start, or to say farewell."""
+    monkeypatch.setattr(cli, "_FAREWELL_S", 0.1)
+    stranger, started = subprocess.Popen(["sleep", "600"]), []
+
+    def start_and_end(options: argparse.Namespace, context: Context) -> int:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            if waits:
+                assert started[0].wait(60) == -signal.SIGKILL
+        return 0
+
+    try:
+        replaced(monkeypatch, start_and_end)
+        assert cli.main(["report"]) == 143
+        assert started[0].wait(60) == -signal.SIGKILL
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from paceline.orchestrator.medic import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
     SILENT_S,
+    SOUND_S,
     STEADY_S,
     TABLE,
     Health,
@@ -102,6 +103,18 @@ def test_engines_that_die_soon_after_they_join_use_the_budget_up() -> None:
         now_s = heal(found, now_s) + 60
     found.on("a", Sign.DIED, now_s)
     assert wait_for(found, Treatment.GIVE_UP, now_s) == now_s
+
+
+@pytest.mark.parametrize(("well_s", "waits_s"), [(SOUND_S - 1, FIRST_BACKOFF_S), (SOUND_S, 0.0)])
+def test_only_an_engine_that_dies_soon_after_its_start_has_to_wait_for_the_next(well_s: float, waits_s: float) -> None:
+    """A run that loses an engine every few minutes would wait for minutes each time, for starts that have all gone
+    well."""
+    found = medic()
+    found.begin(0.0)
+    found.on("a", Sign.DIED, 1.0)
+    died_s = heal(found, 1.0) + well_s
+    found.on("a", Sign.DIED, died_s)
+    assert wait_for(found, Treatment.START, died_s) == died_s + waits_s
 
 
 def test_budget_comes_back_to_a_place_that_was_well_for_long() -> None:

@@ -14,7 +14,8 @@ import ray.exceptions as ray_errors
 
 from paceline.cluster import clock
 from paceline.cluster.clock import RemoteClock
-from paceline.cluster.proxies import RemoteEngine, RemoteLearner
+from paceline.cluster.proxies import RemoteEngine
+from paceline.cluster.remote_learner import RemoteLearner
 from paceline.cluster.resources import object_store_bytes
 from paceline.config import EngineConfig, LearnerConfig, load_config
 from paceline.types import DraftBin, EngineLostError, PacelineError, Receipt, Rollout
@@ -188,7 +189,7 @@ def test_lost_learner_is_an_error_that_says_so(error: Exception) -> None:
 
     actor, other = FakeActor("far"), FakeActor("far")
     actor.counters, other.counters = Method(counters), Method(counters)
-    learner = RemoteLearner([actor, other], LearnerConfig())
+    learner = RemoteLearner(lambda: [actor, other], LearnerConfig(), max_restarts=3)
     with pytest.raises(PacelineError, match="the learner is lost: "):
         asyncio.run(learner.counters())
 

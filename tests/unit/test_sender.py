@@ -28,6 +28,8 @@ class FakeLearner:
         """Names the policy that it has."""
         self.pushed = asyncio.Event()
         self.still = asyncio.Lock()
+        self.num_restarts = 0
+        self.dies_in_join = False
 
     async def update(self) -> None:
         async with self.still:
@@ -40,6 +42,9 @@ class FakeLearner:
         return GroupAddress(name=f"g{len(self.sizes)}", host="", port=1, size=1 + num_workers, timeout_s=timeout_s)
 
     async def join_group(self) -> str | None:
+        if self.dies_in_join:
+            self.dies_in_join, self.num_restarts = False, self.num_restarts + 1
+            return "the learner was lost meanwhile"
         return self.absent
 
     async def stage(self, version: int) -> Push:
@@ -220,3 +225,14 @@ def test_group_is_made_anew_after_a_failed_broadcast() -> None:
     scene.learner.broken = None
     assert all(receipt.ok for receipt in scene.send(1).values())
     assert scene.learner.sizes == [3, 3]
+
+
+@pytest.mark.parametrize("dies_in_join", [False, True])
+def test_learner_that_was_started_again_gets_a_group_of_its_own(dies_in_join: bool) -> None:
+    """Its predecessor's group has died with it, while the engines are the same as before."""
+    scene = Scene()
+    scene.send(1)
+    scene.learner.num_restarts += 1
+    scene.learner.dies_in_join = dies_in_join
+    assert all(receipt.ok for receipt in scene.send(2).values())
+    assert scene.learner.sizes == ([3, 3, 3] if dies_in_join else [3, 3])

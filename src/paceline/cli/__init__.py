@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TextIO
 
@@ -30,6 +30,8 @@ _EPILOG = (
     "it is paid for\n"
 )
 
+_FAREWELL_S = 6.0
+"""Clusters kill what has not ended some time after SIGTERM, and do not look for its children."""
 _COMMANDS = (train, demo, doctor, tune, report, arena, plan, draft, export, bench, certify)
 """In the order of --help."""
 
@@ -99,9 +101,25 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def _cancelled_by_sigterm(context: Context) -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does: through its `finally` blocks, so engines are shut down."""
+    """Let SIGTERM end a command as Ctrl-C does: through its `finally` blocks, so engines are shut down. Whatever a
+    command has started, and has not ended by then or within `_FAREWELL_S`, is killed: an engine that compiles, say."""
+    import psutil
+
+    strangers = set(psutil.Process().children())
+
+    def end_children() -> None:
+        started = [child for child in psutil.Process().children() if child not in strangers]
+        for child in started:
+            with suppress(psutil.NoSuchProcess):
+                for process in (*child.children(recursive=True), child):
+                    process.kill()
+
+    timer = threading.Timer(_FAREWELL_S, end_children)
+    timer.daemon = True
 
     def cancel(number: int, frame: object) -> None:
+        if not context.cancelled.is_set():
+            timer.start()
         context.cancelled.set()
         raise KeyboardInterrupt
 
@@ -113,6 +131,9 @@ def _cancelled_by_sigterm(context: Context) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        timer.cancel()
+        if context.cancelled.is_set():
+            end_children()
 
 
 def _set_environment(*, verbose: bool) -> None:

@@ -33,6 +33,11 @@ def _environment(options: argparse.Namespace) -> dict[str, Any]:
     return {"environ": os.environ}
 
 
+def _runs_elsewhere(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a bench that trains in processes with caches of their own."""
+    return {**_runs(options), **_environment(options)}
+
+
 def _costs(options: argparse.Namespace) -> dict[str, Any]:
     return {"costs_file": next(iter(options.costs), None), "overrides": options.overrides}
 
@@ -62,6 +67,11 @@ BENCHES = {
         _costs,
     ),
     "control": BenchEntry("cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)"),
+    "faults": BenchEntry(
+        "engines, learner, drafter training and driver killed or stopped: what is lost, how long until it is found "
+        "(about 35 minutes)",
+        _runs_elsewhere,
+    ),
     "guard": BenchEntry(
         "planted faults: is each answered by the right rung, and are clean batches left alone (about 5 minutes)"
     ),
@@ -132,7 +142,7 @@ def _add_bench(add_parser: Callable[..., argparse.ArgumentParser], name: str, en
     )
     add = parser.add_argument
     parser.set_defaults(command=_bench, name=name, overrides=[], html=None, costs=[], fit=False, arena=False)
-    if entry.arguments in (_runs, _costs):
+    if entry.arguments in (_runs, _runs_elsewhere, _costs):
         add("overrides", nargs="*", metavar="a.b=value", help="settings of what is measured")
     if entry.page is not None:
         add("--html", type=Path, metavar="FILE", help="write tables and pictures as one page")

@@ -20,6 +20,7 @@ from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, Specul
 from paceline.devices import Transport, require, use_device
 from paceline.drafters.rounds import drafter_weights
 from paceline.drafters.worker import TrainerProcess, WorkerSettings
+from paceline.files import remove_directory
 from paceline.fp8 import Sharding
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.hidden_states import HiddenStateWriter, HiddenStateWriterSettings
@@ -261,6 +262,8 @@ class LearnerActor:
         self._learner.save(path)
 
     def save_state(self, path: str) -> None:
+        if self._rank == 0 and Path(path).exists():  # of a learner that was lost while it wrote
+            remove_directory(Path(path))
         self._learner.save_state(path)
 
     def load_state(self, path: str) -> None:

@@ -27,8 +27,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cluster.actors import EngineActor, LearnerActor
 from paceline.cluster.layout import ClusterLayout, plan
-from paceline.cluster.proxies import CLOSE_DEADLINE_S, RemoteEngine, RemoteLearner
+from paceline.cluster.proxies import CLOSE_DEADLINE_S, RemoteEngine
 from paceline.cluster.ray_session import ray_session
+from paceline.cluster.remote_learner import RemoteLearner
 from paceline.cluster.resources import cluster_nodes
 from paceline.cluster.sender import RemoteSender
 from paceline.cluster.trainers import RemoteTrainer, RoundSender
@@ -152,8 +153,11 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
             config = _with_own_embeddings(config, model_path, directory)
         group = reserve(layout)
         engines = EngineRoom(config, layout, group)
-        ranks = [create(LearnerActor, layout, group, index, rank) for rank, index in enumerate(layout.ranks)]
-        learner = RemoteLearner(ranks, config.learner)
+        learner = RemoteLearner(
+            lambda: [create(LearnerActor, layout, group, index, rank) for rank, index in enumerate(layout.ranks)],
+            config.learner,
+            max_restarts=config.rollout.max_restarts,
+        )
         deadline_s = _ABANDON_DEADLINE_S
         try:
             yield await _start_actors(config, layout, model_path, engines, learner, directory)

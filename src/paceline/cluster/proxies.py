@@ -1,4 +1,4 @@
-"""The actors of a run as the loop sees them: engine and learner. Their sender is in sender.py.
+"""An engine's actor as the loop sees it. The learner is in remote_learner.py, what sends its weights in sender.py.
 
 Every call to an actor has a deadline, because Ray calls a stopped process alive.
 """
@@ -9,27 +9,22 @@ import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from paceline.cluster.clock import RemoteClock
-from paceline.config import Config, EngineConfig, LearnerConfig, SpeculationConfig
-from paceline.devices import Transport
+from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters.worker import WorkerSettings
-from paceline.learner.hidden_states import HiddenStateWriterSettings
 from paceline.types import (
     DeviceKind,
     DraftBin,
     EngineLostError,
-    Floats,
     PacelineError,
     Receipt,
     Rollout,
     RolloutRequest,
-    Sample,
 )
 from paceline.weights.distributed import GroupAddress
 from paceline.weights.message import Push
@@ -166,139 +161,22 @@ class RemoteEngine:
     async def _answer(self, what: str, answer: Awaitable[T], deadline_s: float | None = None) -> T:
         deadline_s = deadline_s or self._config.call_deadline_s
         try:
-            return await asyncio.wait_for(_plain(answer), deadline_s)
+            return await asyncio.wait_for(plain(answer), deadline_s)
         except TimeoutError:
             raise EngineLostError(self.name, f"{what} did not answer within {deadline_s:.0f} s") from None
         except RayError as error:
-            why = _why_lost(error, what)
+            why = why_lost(error, what)
             if why is None:
                 raise
             raise EngineLostError(self.name, why) from None
 
 
-class RemoteLearner:
-    """types.Learner over the LearnerActors; rank 0 speaks for all."""
-
-    def __init__(self, actors: Sequence[Any], config: LearnerConfig) -> None:
-        self.actors = actors
-        self._config = config
-        self.pushed = asyncio.Event()
-        """The policy is the one that engines were given last."""
-        self.still = asyncio.Lock()
-        """Whoever holds it finds the policy as it is until it lets go."""
-
-    async def start(
-        self,
-        model_path: str,
-        config: Config,
-        num_threads: int | None,
-        cores: Sequence[int] | None = None,
-        hand_over: HiddenStateWriterSettings | None = None,
-        *,
-        device: DeviceKind,
-        transport: Transport,
-    ) -> None:
-        rendezvous = None
-        if len(self.actors) > 1:
-            rendezvous = await _plain(self.actors[0].rendezvous.remote(config.learner.deadline_s))
-        await self._all(
-            "start",
-            model_path,
-            config.learner,
-            config.objective,
-            config.rollout.temperature,
-            config.run.seed,
-            rendezvous,
-            config.rollout.engine,
-            num_threads,
-            cores,
-            hand_over,
-            device,
-            transport,
-        )
-
-    async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        return await self._all("logp", list(samples), True)
-
-    async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        return await self._all("logp", list(samples), False)
-
-    async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
-        async with self.still:
-            self.pushed.clear()
-            return await self._all("update", list(samples))
-
-    async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
-        return await self._all("calibrate", list(samples), version)
-
-    async def stage_for(self, engine: EngineConfig) -> None:
-        async with self.still:
-            self.pushed.clear()
-            await self._all("stage_for", engine)
-
-    async def stage(self, version: int) -> Push:
-        return await self._all("stage", version)
-
-    async def stage_drafter(self, checkpoint: Path, file: Path, version: int) -> Push:
-        return await self._all("stage_drafter", str(checkpoint), str(file), version)
-
-    async def host_group(self, num_workers: int, timeout_s: float) -> GroupAddress:
-        return await self._all("host_group", num_workers, timeout_s)
-
-    async def join_group(self) -> str | None:
-        return await self._all("join_group")
-
-    async def transmit(self) -> str | None:
-        return await self._all("transmit")
-
-    async def counters(self) -> Mapping[str, float]:
-        """Summed over ranks."""
-        ranks = await self._every("counters")
-        return {key: sum(counted[key] for counted in ranks) for key in ranks[0]}
-
-    async def save(self, path: str) -> None:
-        await self._all("save", path)
-
-    async def save_state(self, path: str) -> None:
-        await self._all("save_state", path)
-
-    async def load_state(self, path: str) -> None:
-        await self._all("load_state", path)
-
-    async def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
-        with suppress(TimeoutError, PacelineError):  # they are killed next in either case
-            await asyncio.wait_for(self._all("close"), deadline_s)
-        for actor in self.actors:
-            ray.kill(actor)
-
-    async def _all(self, method: str, *args: Any) -> Any:
-        """The answer of rank 0."""
-        return (await self._every(method, *args))[0]
-
-    async def _every(self, method: str, *args: Any) -> Sequence[Any]:
-        """Call every rank with the same arguments, each of them shipped once per node."""
-        shared = [ray.put(arg) for arg in args]
-        answers = [_plain(getattr(actor, method).remote(*shared)) for actor in self.actors]
-        try:
-            return await asyncio.wait_for(asyncio.gather(*answers), self._config.deadline_s)
-        except TimeoutError:
-            raise PacelineError(
-                f"the learner did not answer {method} within {self._config.deadline_s:.0f} s; "
-                "raise learner.deadline_s if it is only slow"
-            ) from None
-        except RayError as error:
-            why = _why_lost(error, method)
-            if why is None:
-                raise
-            raise PacelineError(f"the learner is lost: {why}") from None
-
-
-async def _plain(answer: Awaitable[T]) -> T:
+async def plain(answer: Awaitable[T]) -> T:
     """Ray's futures are awaitable but no coroutines, which asyncio's combinators want."""
     return await answer
 
 
-def _why_lost(error: RayError, what: str) -> str | None:
+def why_lost(error: RayError, what: str) -> str | None:
     """Why a process has to be given up after this error; None if its code has raised it and the process is sound.
 
     Ray has an error of its own for every way in which a process, its node or an answer of it can be lost, and they have

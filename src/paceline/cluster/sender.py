@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from paceline.cluster.proxies import RemoteEngine, RemoteLearner
+from paceline.cluster.proxies import RemoteEngine
+from paceline.cluster.remote_learner import RemoteLearner
 from paceline.config import EngineConfig
 from paceline.devices import Transport
 from paceline.orchestrator.members import Members
@@ -19,8 +20,8 @@ class RemoteSender:
     """types.Sender: the learner stages a version once, and all engines take it at the same time.
 
     Over the distributed transport the learner and the engines' workers form a process group. It is made before the
-    first push, and anew when the members have changed, an engine was started again or a broadcast failed. An engine
-    that takes a lost one's place catches up in a push of its own, and in a group of its own.
+    first push, and anew when the members have changed, an engine or the learner was started again or a broadcast
+    failed. An engine that takes a lost one's place catches up in a push of its own, and in a group of its own.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class RemoteSender:
         self._version = 0
         self._group: list[str] = []
         """Names of the engines in the process group; none while it has to be made."""
+        self._group_life = 0
+        """Which of the learner's lives is in it."""
         self._one_push = asyncio.Lock()
 
     async def send(self, version: int) -> Sequence[Receipt]:
@@ -111,8 +114,9 @@ class RemoteSender:
             gone = {receipt.engine for receipt in lost}
             left = [engine for engine in engines if engine.name not in gone]
             wanted = [engine.name for engine in left]
-            if wanted == self._group:
+            if wanted == self._group and self._group_life == self._learner.num_restarts:
                 return lost
+            self._group_life = self._learner.num_restarts
             workers = self._config.tensor_parallel_size
             # A worker must refuse what does not arrive before its engine's own deadline gives the engine up.
             timeout_s = self._config.push_deadline_s / 2
@@ -121,10 +125,10 @@ class RemoteSender:
             answers = await asyncio.gather(self._learner.join_group(), *joining)
             missing = [answer for answer in answers if isinstance(answer, Receipt)]
             problems = [answer for answer in answers if isinstance(answer, str)]
-            if problems and not missing:
+            if problems and not missing and self._group_life == self._learner.num_restarts:
                 raise PacelineError(f"weights: learner and engines did not meet in a process group: {problems[0]}")
             lost.extend(missing)
-            self._group = [] if missing else wanted
+            self._group = [] if missing or problems else wanted
 
     async def _join(
         self, engine: RemoteEngine, address: GroupAddress, first_rank: int, version: int

@@ -84,8 +84,9 @@ class RolloutConfig(Section):
     num_engines: int = Field(default=2, ge=1)
     """Number of vLLM engines."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often in a row another engine is started in the place of one that was lost; ten minutes without a loss start
-    the count anew. 0 goes on without it, so that whatever kills engines is seen at once."""
+    """How often in a row another engine is started in the place of one that was lost, and another learner; ten minutes
+    without a loss start the count anew. 0 goes on without the engine and ends with the learner, so that whatever kills
+    them is seen at once."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Prompts in the batch of one RL step."""
     group_size: int = Field(default=8, ge=1)

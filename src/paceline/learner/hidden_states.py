@@ -69,7 +69,7 @@ class HiddenStateWriter:
         self._settings = settings
         self._buffer = Buffer(settings.directory, settings.buffer, writer=f"rank{rank}")
         self._rank, self._seed = rank, seed
-        self._version = 0
+        self._version = self._buffer.newest_version()  # not 0 where the learner was started again
         self.num_failures = 0
         """Steps whose hidden states could not be written."""
 

@@ -32,6 +32,7 @@ SUMS = (
     "history/shared_rollouts",
     "history/merged_rollouts",
     "draft/hand_over_failures",
+    "learner/restarted",
 )
 """Totals whose differences are metrics as they are."""
 SHARES = {

@@ -14,8 +14,9 @@ An engine that is alive answers a heartbeat every `BEAT_S`; what has to be alive
 late answer is nothing: a process may wait for a core. Only one that is silent for `SILENT_S` is lost. What follows from
 which event is one table, `TABLE`; healing.py carries out the actions that it answers and reports what comes of them.
 
-A place has a budget of starts in a row, and each waits twice as long as the one before: an engine that dies at every
-start would otherwise be started for ever. One that has been well for `STEADY_S` has its budget back.
+A place has a budget of starts in a row: an engine that dies at every start would otherwise be started for ever. One
+that has been well for `STEADY_S` has its budget back. Each start waits twice as long as the one before, unless the
+engine was well for `SOUND_S`: whatever it died of then, it was not its start.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ FIRST_BACKOFF_S = 10.0
 """Wait before the second start in a row; the first comes at once."""
 LONGEST_BACKOFF_S = 300.0
 STEADY_S = 600.0
+SOUND_S = 30.0
 
 
 class Health(Enum):
@@ -104,6 +106,8 @@ class _Patient:
     lives: int = 1
     starts: int = 0
     """Starts in a row."""
+    vain_starts: int = 0
+    """Those of them since the last engine that was well for a while."""
 
 
 TreatmentOrder = tuple[str, Treatment]
@@ -145,11 +149,14 @@ class Medic:
             patient.lost_s = now_s
             if now_s - patient.joined_s >= STEADY_S:
                 patient.starts = 0
+            if now_s - patient.joined_s >= SOUND_S:
+                patient.vain_starts = 0
         if Treatment.START in treatments:
             if patient.starts == self._max_restarts:
                 patient.state, treatments = Health.GIVEN_UP, (Treatment.GIVE_UP,)
             else:
                 patient.starts += 1
+                patient.vain_starts += 1
                 patient.lives += 1
         if sign is Sign.JOINED:
             patient.joined_s = now_s
@@ -176,6 +183,6 @@ class Medic:
 
     def _backoff_s(self, patient: _Patient) -> float:
         # Without a start left there is nothing to wait for.
-        if not patient.starts or patient.starts == self._max_restarts:
+        if not patient.vain_starts or patient.starts == self._max_restarts:
             return 0.0
-        return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (patient.starts - 1))
+        return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (patient.vain_starts - 1))

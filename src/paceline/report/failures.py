@@ -14,6 +14,7 @@ PER_STEP = {
     "draft/hand_over_failures": "hidden states could not be written for drafter training",
     "draft/failures": "drafter training failed somewhere; it went on at the next step, or ended",
     "engine/lost": "an engine was lost; its rollouts went to others",
+    "learner/restarted": "the learner was lost; a new one is what it was",
     "rollout/quarantined_groups": "a group was left out because its prompt seems to kill engines",
     "engine/preemptions": "requests lost their KV cache for want of room and were computed anew",
     "engine/metrics_failed": "an engine did not tell its counters in time",

@@ -122,6 +122,9 @@ class VllmEngine:
         except TimeoutError:
             _kill(_descendants(strangers))
             raise EngineLostError(name, f"did not start within {config.start_deadline_s:.0f} s") from None
+        except asyncio.CancelledError:
+            _kill(_descendants(strangers))  # or the thread that waits for them would hold the program's end up
+            raise
         except RuntimeError as error:
             raise EngineLostError(name, f"did not start: {error}") from error
         engine = cls(

@@ -130,6 +130,8 @@ async def _run(
     ):
         recorder.write("run", record)
         cluster.drafter.keep_in(directory / "drafter.safetensors")
+        if config.run.checkpoint_every:
+            cluster.learner.heal(recorder.event)
         parts = Parts(
             members=cluster.members,
             learner=cluster.learner,
