@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,6 +35,7 @@ from safetensors.numpy import load_file, save_file
 
 from paceline.config import RunConfig
 from paceline.context import Context
+from paceline.lab.arena.task import problems
 from paceline.lab.bench.run_traces import Trace, checkpoints_in, differences, keep_checkpoints, trace
 from paceline.lab.bench.store_faults import count_missed_flips, count_unreadable
 from paceline.measure import Result, environment
@@ -43,7 +45,7 @@ from paceline.orchestrator.store import Store, verify
 from paceline.types import PacelineError
 
 STAGES = ("generation", "prepare", "logprob", "train", "draft", "sync", "checkpoint")
-SHARES = (0.0, 0.3, 0.6, 0.9)
+SHARES = (0.0, 0.4, 0.8)
 _SETTINGS = (
     "policy.model=arena:tiny",
     "run.sinks=[]",
@@ -52,14 +54,15 @@ _SETTINGS = (
     "rollout.num_engines=1",
     "rollout.prompts_per_step=4",
     "rollout.group_size=4",
-    "rollout.max_tokens=96",
+    "rollout.max_tokens=32",
     "rollout.engine.dtype=float32",
     "rollout.engine.deterministic=true",
     "rollout.engine.max_model_len=256",
     "rollout.engine.kv_cache_gb=0.25",
-    "learner.learning_rate=1e-3",
+    "learner.learning_rate=1e-4",
     "learner.cpus=1",
     "eval.every=0",
+    "eval.num_prompts=1",
     "speculation.drafter.kind=eagle3",
     "speculation.drafter.path=arena",
     "speculation.drafter.draft_sampling=greedy",
@@ -79,6 +82,9 @@ _SETTINGS = (
     "speculation.training.lease.lease_s=600",
 )
 _DEADLINE_S = 1800.0
+_LOOK_S = 0.005
+_TAIL_BYTES = 20_000
+"""More than a step writes of anything but its rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +120,7 @@ class DrivenRun:
                     lines = self.log.read_text(encoding="utf-8")[-2000:]
                     raise PacelineError(f"{self.run.name}: the driver ended with {code}, or too late: {lines}")
                 keep_checkpoints(self.run, self.kept)
-                time.sleep(0.002)
+                time.sleep(_LOOK_S)
             else:
                 time.sleep(delay_s)  # the moment of a kill is what is chosen here
         finally:
@@ -123,14 +129,14 @@ class DrivenRun:
         keep_checkpoints(self.run, self.kept)
 
 
-def run(*, context: Context, config_file: Path, overrides: Sequence[str] = (), num_kills: int = 24) -> Result:
+def run(*, context: Context, config_file: Path, overrides: Sequence[str] = (), num_kills: int = 20) -> Result:
     """Kill one run `num_kills` times, an even number, and compare it with one that was left alone."""
     assert num_kills % 2 == 0, "the last step but one must have a checkpoint, for the controls"
     chosen, num_steps = [*_SETTINGS, *overrides], num_kills + 1
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         reference, killed = DrivenRun(run=root / "reference"), DrivenRun(run=root / "killed")
-        settings = [str(config_file), *chosen, f"run.steps={num_steps}", f'run.directory="{root}"']
+        settings = [str(config_file), *chosen, _data(root), f"run.steps={num_steps}", f'run.directory="{root}"']
         context.progress(f"reference: {num_steps} steps without a kill")
         reference.drive([*settings, "run.name=reference"])
         expected = reference.trace()
@@ -177,6 +183,19 @@ def run(*, context: Context, config_file: Path, overrides: Sequence[str] = (), n
     )
 
 
+def reward(prompt: str, completion: str) -> float:
+    """Score every rollout differently, so that every step has an update: the arena's own tasks are mostly failed by its
+    smallest policy."""
+    return len(set(completion)) + completion.count("1") / 100
+
+
+def _data(root: Path) -> str:
+    """Write the arena's problems as rows, and return the setting that trains on them."""
+    rows = [{"prompt": problem.prompt} for problem in islice(problems(0), 4 * 64)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return f'data={{kind="jsonl", path="{root}/prompts.jsonl", reward="{__name__}:reward", reward_workers=1}}'
+
+
 def _stall_share(steps: Sequence[Mapping[str, float]]) -> float:
     stall_s = median(step["time/checkpoint"] for step in steps if "time/checkpoint" in step)
     step_s = median(step["time/step"] - step.get("time/checkpoint", 0.0) for step in steps)
@@ -202,9 +221,13 @@ def _kill(
 
 def _has_begun(run: Path, step: int, stage: str) -> bool:
     metrics = run / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").split("\n")[-20:] if metrics.is_file() else []
-    records = [json.loads(line) for line in lines if line.endswith("}")]
-    return any(record["kind"] == "stage" and (record["step"], record["stage"]) == (step, stage) for record in records)
+    if not metrics.is_file():
+        return False
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+        lines = file.read().split(b"\n")[1:]
+    records = [json.loads(line) for line in lines if line.startswith(b'{"kind": "stage"') and line.endswith(b"}")]
+    return any((record["step"], record["stage"]) == (step, stage) for record in records)
 
 
 def _control(reference: DrivenRun, name: str, expected: Trace, num_steps: int, context: Context) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.files import move_file, sha256
+from paceline.files import move_file, sha256_of
 from paceline.metrics import read_metrics
 
 Trace = Mapping[tuple[int, str], Any]
@@ -47,7 +47,7 @@ def trace(run: Path, kept: Path) -> Trace:
     for record in read_metrics(run / "metrics.jsonl")["rollouts"]:
         found[record["step"], "tokens"] = record["sha256"]
     for policy in (run / "policy").glob("step-*"):
-        found[int(policy.name.removeprefix("step-")), "weights"] = sha256(policy / "model.safetensors")
+        found[int(policy.name.removeprefix("step-")), "weights"] = _tensors(policy / "model.safetensors")
     for step, checkpoint in checkpoints_in(kept).items():
         found |= {(step, part): value for part, value in _parts(checkpoint).items()}
     return found
@@ -64,17 +64,14 @@ def differences(one: Trace, other: Trace, *, step: int | None = None) -> list[st
 
 
 def _parts(checkpoint: Path) -> dict[str, Any]:
-    files: Mapping[str, str] = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     tree = json.loads((checkpoint / "run.json").read_text(encoding="utf-8"))
     counters = json.loads((checkpoint / "learner" / "counters.json").read_text(encoding="utf-8"))
     drafter: dict[str, Any] = {"loop": _timeless(tree["drafter"])}
-    for name, checksum in files.items():
-        if name.startswith("drafter/progress-"):
-            drafter[name] = _timeless(json.loads((checkpoint / name).read_text(encoding="utf-8")))
-        elif name.startswith("drafter/"):
-            drafter[name] = checksum
+    for file in (checkpoint / "drafter").iterdir():
+        as_json = file.suffix == ".json"
+        drafter[file.name] = _timeless(json.loads(file.read_text(encoding="utf-8"))) if as_json else _tensors(file)
     return {
-        "optimizer": {name: value for name, value in files.items() if Path(name).match("learner/*.safetensors")},
+        "optimizer": {file.name: _tensors(file) for file in checkpoint.glob("learner/*.safetensors")},
         "counters": [counters, tree["step"], tree["version"], tree["prompts"]],
         "drafter": drafter,
     }
@@ -82,3 +79,16 @@ def _parts(checkpoint: Path) -> dict[str, Any]:
 
 def _timeless(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if key not in (*_TIMES, "seal")}
+
+
+def _tensors(file: Path) -> dict[str, Any]:
+    """Checksum of every tensor, with its type and shape; the header of a file has its entries in any order."""
+    content = file.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header: dict[str, Any] = json.loads(content[8:begin])
+    metadata: Mapping[str, str] = header.pop("__metadata__", {})
+    found: dict[str, Any] = {"fresh tokens": metadata.get("fresh_tokens")}
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        found[name] = [entry["dtype"], entry["shape"], sha256_of([content[begin + first : begin + last]])]
+    return found
