@@ -65,6 +65,8 @@ class SimulatedTrainer:
     """Slices of this life."""
     deaf: bool = False
     """Does not let go when recalled."""
+    finishes_after: int | None = None
+    """Slices after which it says that the counted ones are made."""
     kill_fails: bool = False
     start_fails: bool = False
     running: bool = False
@@ -114,7 +116,9 @@ class SimulatedTrainer:
             before, after = self.accepted_length(published), self.accepted_length(number)
             self.exchange.put_verdict(number, Verdict(publish=after > before, why="", before=before, after=after))
         tokens = self.exchange.progress(self.name).num_tokens + 100
-        self.exchange.put_progress(self.name, Progress(training_s=tokens / 100 * SLICE_S, num_tokens=tokens))
+        finished = 1 if self.slices + 1 == self.finishes_after else self.exchange.progress(self.name).finished_version
+        progress = Progress(training_s=tokens / 100 * SLICE_S, num_tokens=tokens, finished_version=finished)
+        self.exchange.put_progress(self.name, progress)
         self.exchange.put_state(number, self.name, {"drafter/fc.weight": torch.full((2,), number + 1.0)}, tokens)
         self.slices += 1
         if self.slices == self.crash_after:
@@ -281,7 +285,7 @@ def simulate(
     save_file({"fc.weight": torch.zeros(2)}, tmp_path / "drafter" / "model.safetensors")
     directory = tmp_path / "shared"
     documents_in(directory).mkdir(parents=True)
-    (documents_in(directory) / "1.head").touch()
+    (documents_in(directory) / "00000001-0.head").touch()
     exchange = Rounds(rounds_in(directory), tmp_path / "drafter")
     trainers = [SimulatedTrainer(f"engine-{i}", exchange, **trainer) for i in range(2)]
     outcome: list[tuple[DrafterWire, OnlineDrafterTraining]] = []
@@ -454,6 +458,24 @@ def test_inline_mode_trains_after_the_update_for_the_time_that_it_was_given(tmp_
     without = simulate(tmp_path / "without", trains=False)
     assert inline.seconds - without.seconds == pytest.approx(6 * 0.5, abs=0.3)
     assert inline.wire.drafters
+
+
+COUNTED = ["speculation.training.mode=inline", "speculation.training.inline_slices=5"]
+
+
+def test_counted_inline_training_lasts_until_the_slices_are_made(tmp_path: Path) -> None:
+    (tmp_path / "counted").mkdir()
+    (tmp_path / "without").mkdir()
+    counted = simulate(tmp_path / "counted", settings=COUNTED, finishes_after=40)
+    without = simulate(tmp_path / "without", trains=False)
+    assert counted.seconds - without.seconds == pytest.approx(40 * SLICE_S, abs=0.3), "once, for the one head there is"
+    assert failures(counted) == 0
+
+
+def test_trainers_that_never_make_their_slices_cost_training_and_not_the_run(tmp_path: Path) -> None:
+    outcome = simulate(tmp_path, settings=[*COUNTED, "speculation.training.lease.lease_s=2"])
+    assert lengths(outcome) == [32] * 6
+    assert [event["during"] for event in events(outcome, "drafter_training_given_up")] == ["train_inline"]
 
 
 def test_with_a_lag_engines_are_awake_for_every_sync(tmp_path: Path) -> None:

@@ -172,7 +172,10 @@ def test_a_resumed_run_trains_on_from_the_newest_base_and_has_the_published_one(
     assert again.base(3)["optimizer/0/0/exp_avg"].tolist() == [30.0, 30.0]
     assert again.base(2)["drafter/fc.weight"].tolist() == [2.0, 2.0]
     assert again.progress("a").num_tokens == 77
-    assert again.fresh_tokens() == 0, "a worker begins at the base, so what it had made since does not count"
+    begun, tokens = again.state(3, "a")
+    assert begun["drafter/fc.weight"].tolist() == [9.0, 9.0] and tokens == again.fresh_tokens() == 1
+    begun, tokens = again.state(3, "b")
+    assert begun["drafter/fc.weight"].tolist() == [3.0, 3.0] and tokens == 0, "a new worker begins at the base"
 
 
 def test_a_run_whose_drafter_was_never_trained_can_be_resumed(rounds: Rounds, tmp_path: Path) -> None:

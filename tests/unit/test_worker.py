@@ -101,6 +101,48 @@ def test_workers_go_on_from_the_newest_base(settings: WorkerSettings) -> None:
     assert 0 < max(differences) < 0.2, "one step from the mean, not from where this worker was"
 
 
+def counted(settings: WorkerSettings, directory: Path) -> WorkerSettings:
+    """Two slices for each version of the policy, of which the buffer holds the newest."""
+    training = settings.training.model_dump() | {"mode": "inline", "inline_slices": 2}
+    training["buffer"]["keep_versions"] = 1
+    changes = {"training": DrafterTrainingConfig.model_validate(training), "directory": directory}
+    return settings.model_copy(update=changes)
+
+
+def test_counted_slices_are_made_once_for_each_version_of_the_policy(settings: WorkerSettings, tmp_path: Path) -> None:
+    settings = counted(settings, tmp_path / "run")
+    worker, rounds = TrainingWorker(settings), rounds_of(settings)
+    for version in (1, 2):
+        fill(settings, version)
+        assert [worker.work() for _ in range(5)] == [True, True, False, False, False]
+        assert rounds.progress("a").finished_version == version
+    assert rounds.state(0, "a")[0]["num_steps"] == 4
+    rounds.close_round()
+    fill(settings, 3)
+    assert [worker.work() for _ in range(5)] == [True, True, True, False, False], "a verdict is no slice"
+
+
+def test_a_worker_of_a_resumed_run_makes_the_same_bits(settings: WorkerSettings, tmp_path: Path) -> None:
+    """Guards against random numbers that depend on how long the process lives, and against a round, its optimizer or
+    its tokens that begin anew."""
+    settings, resumed = counted(settings, tmp_path / "run"), counted(settings, tmp_path / "resumed")
+    worker, rounds = TrainingWorker(settings), rounds_of(settings)
+    fill(settings, 1)
+    while worker.work():
+        pass
+    rounds.copy_to(tmp_path / "kept")
+    rounds_of(resumed).copy_from(tmp_path / "kept")
+    found = []
+    for case, its_worker in ((settings, worker), (resumed, TrainingWorker(resumed))):
+        fill(case, 2)
+        while its_worker.work():
+            pass
+        found.append(rounds_of(case).state(0, "a"))
+    (first, tokens), (second, resumed_tokens) = found
+    assert tokens == resumed_tokens and first.keys() == second.keys()
+    assert [name for name in first if first[name].numpy().tobytes() != second[name].numpy().tobytes()] == []
+
+
 def test_a_damaged_document_costs_itself_and_nothing_else(settings: WorkerSettings) -> None:
     fill(settings)
     broken = sorted(documents_in(settings.directory).glob("*-t.document"))[0]

@@ -97,7 +97,7 @@ BENCHES = {
         page="precision_page:write_precision_page",
     ),
     "resume": BenchEntry(
-        "a run whose driver is killed 24 times against one that is not, bit for bit; damaged checkpoints (about 25 "
+        "a run whose driver is killed 20 times against one that is not, bit for bit; damaged checkpoints (about 45 "
         "minutes)",
         _runs,
     ),

@@ -66,6 +66,10 @@ class DrafterTrainingConfig(Section):
     """`worth it` trains when the expected gain, by acceptance measured against its baseline, exceeds the cost."""
     inline_s: float = Field(default=2.0, gt=0)
     """Seconds for which every engine's device is leased after each policy update in mode `inline`."""
+    inline_slices: int | None = Field(default=None, ge=1)
+    """Optimizer steps that every engine's trainer makes after each policy update in mode `inline`, instead of as many
+    as `inline_s` allows: the drafter then follows from the rollouts alone, not from the speed of the machine. What
+    takes longer than `lease.lease_s` is cut off."""
     round_tokens: int = Field(default=8192, ge=1)
     """Tokens that all workers together train on before the result is evaluated on the held-out slice."""
     tokens_per_step: int = Field(default=1024, ge=1)

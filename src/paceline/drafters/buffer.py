@@ -116,11 +116,6 @@ class Buffer:
                 self.num_broken += 1
         return self._heads_seen[file.name]
 
-    def newest_version(self) -> int:
-        """The newest policy version that anything is of; 0 of an empty buffer."""
-        heads = [_version(file) for file in self._directory.glob(f"*{_HEAD_SUFFIX}")]
-        return max([*heads, *(entry.version for entry in self._look())], default=0)
-
     def entries(self) -> list[Entry]:
         """List all documents, the oldest version first."""
         return sorted(self._look(), key=lambda entry: entry.file.name)

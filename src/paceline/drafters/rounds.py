@@ -53,6 +53,8 @@ class Progress:
     """Times that a file of the buffer or of a round was there and could not be read."""
     overlap: float = 0.0
     """Overlap of the last slice, over all unrolled steps."""
+    finished_version: int = -1
+    """Policy version for which all slices were made, where they are counted (`inline_slices`)."""
 
 
 class Rounds:
@@ -90,9 +92,18 @@ class Rounds:
 
     def put_state(self, number: int, worker: str, state: State, fresh_tokens: int) -> None:
         """Write what a worker has made of a base so far; one that has trained on nothing writes nothing."""
-        file = self._directory / f"state-{number:08d}-{worker}.safetensors"
         if fresh_tokens:
-            _write_tensors(file, state, {"fresh_tokens": str(fresh_tokens)})
+            _write_tensors(self._state_file(number, worker), state, {"fresh_tokens": str(fresh_tokens)})
+
+    def state(self, number: int, worker: str) -> tuple[State, int]:
+        """Load what a worker has made of a base so far, with its tokens; the base itself, with 0, if it has made
+        nothing. Raises FileNotFoundError as `base` does."""
+        file = self._state_file(number, worker)
+        try:
+            tokens = _fresh_tokens(file) if self._is_whole(file) else None
+            return (load_file(file), tokens) if tokens else (self.base(number), 0)
+        except FileNotFoundError:
+            return self.base(number), 0
 
     def fresh_tokens(self) -> int:
         """Tokens that all workers together have trained on in the present round."""
@@ -156,12 +167,14 @@ class Rounds:
         return json.loads(file.read_text(encoding="utf-8"))["round"]
 
     def copy_to(self, directory: Path) -> None:
-        """Copy the newest and the published base, with their optimizer state, and all that is known about them. States
-        of the present round are left out: a worker begins a round at its base."""
+        """Copy the newest and the published base, with their optimizer state, what workers have made of the newest so
+        far, and all that is known about them."""
         directory.mkdir()
-        bases = {self.file(number).name for number in (self.round(), self.published()) if number}
+        newest = self.round()
+        bases = {self.file(number).name for number in (newest, self.published()) if number}
+        known = (f"state-{newest:08d}-", "verdict-", "progress-", "published")
         for file in self._directory.iterdir():
-            if file.name in bases or file.name.startswith(("verdict-", "progress-", "published")):
+            if file.name in bases or file.name.startswith(known):
                 shutil.copyfile(file, directory / file.name)
 
     def copy_from(self, directory: Path) -> None:
@@ -185,6 +198,9 @@ class Rounds:
                 self._is_whole(file)
             else:
                 yield file, tokens
+
+    def _state_file(self, number: int, worker: str) -> Path:
+        return self._directory / f"state-{number:08d}-{worker}.safetensors"
 
     def _verdict_file(self, number: int) -> Path:
         return self._directory / f"verdict-{number:08d}.json"

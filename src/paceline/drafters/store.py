@@ -63,6 +63,10 @@ class FileStore:
     def forget(self) -> None:
         self.rounds.forget(but=self.published())
 
+    def slices_made(self) -> bool:
+        newest = max(int(file.name.split("-")[0]) for file in self._documents.glob("*.head"))
+        return all(self.rounds.progress(name).finished_version == newest for name in self._workers)
+
     def training_s(self) -> float:
         return sum(self.rounds.progress(name).training_s for name in self._workers)
 

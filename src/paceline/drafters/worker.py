@@ -140,20 +140,26 @@ class TrainingWorker:
         self._trainer: DrafterTrainer | None = None
         self._head_version = -1
         self._head_VD: torch.Tensor | None = None
-        self._round = 0
+        self._round = -1
+        self._counted = self._training.inline_slices if self._training.mode == "inline" else None
+        self._num_slices = 0
+        """Slices made with the present head."""
         self._progress = self._before = self._rounds.progress(settings.name)  # its predecessor's, if there was one
-        self._rng = np.random.default_rng([settings.seed, *settings.name.encode()])
 
     def work(self) -> bool:
         """Train one slice or evaluate one base; False if there is nothing to do yet."""
         began_s = _running_s()
-        worked = False
-        if self._follow_policy():
+        worked = finished = False
+        # One that was stopped after its last slice goes on with the head that it knew: it must look for the newest.
+        if self._follow_policy() and self._progress.finished_version != self._head_version:
             self._follow_round()
             began_s = _running_s()
-            worked = self._judge() or self._train()
+            worked = self._judge() or (self._num_slices != self._counted and self._train())
+            finished = self._counted is not None and not worked
+            if finished:
+                self._progress = replace(self._progress, finished_version=self._head_version)
         num_broken_files = self._before.num_broken_files + self._buffer.num_broken + self._rounds.num_broken
-        if worked or num_broken_files > self._progress.num_broken_files:
+        if worked or finished or num_broken_files > self._progress.num_broken_files:
             spent_s = _running_s() - began_s
             self._progress = replace(
                 self._progress, training_s=self._progress.training_s + spent_s, num_broken_files=num_broken_files
@@ -183,18 +189,21 @@ class TrainingWorker:
                 )
                 self._trainer = DrafterTrainer(self._drafter, self._head_VD, schedule)
             self._trainer.set_head(self._head_VD)
+            self._num_slices = 0
         return self._trainer is not None
 
     def _follow_round(self) -> None:
-        """Continue from the newest base; what was trained on an older one since its round was closed is dropped."""
+        """Continue from the newest base, or from what a predecessor of the same name has made of it; what was trained
+        on an older one since its round was closed is dropped."""
         assert self._trainer is not None
         while (newest := self._rounds.round()) != self._round:
             try:
-                state = self._rounds.base(newest)
+                state, fresh_tokens = self._rounds.state(newest, self._settings.name)
             except FileNotFoundError:  # it was stopped here, and meanwhile there is a newer one
                 continue
             self._trainer.drop_queue()
             self._trainer.load_state_dict(state)
+            self._trainer.fresh_tokens = fresh_tokens
             self._round = newest
 
     def _judge(self) -> bool:
@@ -228,11 +237,14 @@ class TrainingWorker:
 
     def _train(self) -> bool:
         assert self._trainer is not None
-        documents = self._buffer.draw(self._training.tokens_per_step, self._rng)
+        # By counters that a checkpoint of the run holds, so that a run that goes on draws alike.
+        seed = [self._settings.seed, *self._settings.name.encode(), self._round, self._trainer.num_steps]
+        documents = self._buffer.draw(self._training.tokens_per_step, np.random.default_rng(seed))
         if not documents:
             return False
         self._trainer.submit(documents)
         self._trainer.run(lambda: False)
+        self._num_slices += 1
         self._rounds.put_state(self._round, self._settings.name, self._trainer.state_dict(), self._trainer.fresh_tokens)
         self._progress = replace(
             self._progress,

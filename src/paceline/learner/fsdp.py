@@ -89,6 +89,11 @@ class FsdpLearner:
         )
 
     @property
+    def num_updates(self) -> int:
+        """Policy updates so far, those before a restored state included."""
+        return self._num_updates
+
+    @property
     def hidden_size(self) -> int:
         return self._scorer.policy.config.get_text_config().hidden_size
 

@@ -69,13 +69,12 @@ class HiddenStateWriter:
         self._settings = settings
         self._buffer = Buffer(settings.directory, settings.buffer, writer=f"rank{rank}")
         self._rank, self._seed = rank, seed
-        self._version = self._buffer.newest_version()  # not 0 where the learner was started again
         self.num_failures = 0
         """Steps whose hidden states could not be written."""
 
     def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
         """Score all samples and write some of them. A failed write costs the drafter training data, not the run."""
-        self._version += 1
+        version = self._learner.num_updates  # counted by the learner's state, so that a run that goes on chooses alike
         config, taps = self._settings.buffer, self._settings.taps
         chosen = choose(
             samples,
@@ -83,14 +82,14 @@ class HiddenStateWriter:
             hidden_size=self._learner.hidden_size,
             share=config.step_share,
             budget_bytes=config.step_mb * 2**20,
-            seed=(self._seed, self._version),
+            seed=(self._seed, version),
         )
         result, documents = self._tap.score(samples, chosen)
         _, head_VD = self._learner.embedding_and_head()
         try:
-            self._buffer.put(documents, self._version)
+            self._buffer.put(documents, version)
             if self._rank == 0:
-                self._buffer.put_head(head_VD.cpu().numpy(), self._version)
+                self._buffer.put_head(head_VD.cpu().numpy(), version)
         except OSError:
             self.num_failures += 1
         return result.logp

@@ -33,6 +33,7 @@ from paceline.types import Engine, Group, Receipt
 
 _MAX_FAILURES = 3
 """Failures of one thing in a row after which no drafter is trained any more: a full disk, a directory that is gone."""
+_LOOK_AGAIN_S = 0.02
 _ACCOUNTED = ("leasable_s", "leased_s", "training_s", "num_leases", "num_recalls", "num_kills", "num_crashes")
 
 
@@ -53,6 +54,10 @@ class DrafterStore(Protocol):
 
     def fresh_tokens(self) -> int:
         """Tokens trained on in the present round, by all trainers together."""
+        ...
+
+    def slices_made(self) -> bool:
+        """Whether every trainer has made its counted slices for the newest policy."""
         ...
 
     def close_round(self) -> None:
@@ -205,13 +210,19 @@ class OnlineDrafterTraining:
                 self._slots.forgive_crashes()
 
     async def train_inline(self) -> None:
-        """In mode `inline`, lease every slot for as long as the config says."""
+        """In mode `inline`, lease every slot for as long as the config says, or until the slices that it says are
+        made."""
         with self._journal.stage("draft"), self._contained("train_inline"):
             if self._config.mode != "inline" or not self._wanted():
                 return
             began_s = _now_s()
             self._slots.open(training_wanted=True)
-            await asyncio.sleep(self._config.inline_s)
+            if self._config.inline_slices is None:
+                await asyncio.sleep(self._config.inline_s)
+            else:
+                async with asyncio.timeout(self._config.lease.lease_s):
+                    while not self._store.slices_made():
+                        await asyncio.sleep(_LOOK_AGAIN_S)
             await self.close_phase()
             self._update_cost_s += _now_s() - began_s
 

@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from paceline.files import sha256_of
 from paceline.metrics import Max, Mean, Metrics, Recorder, Sum
 from paceline.orchestrator import engine_counters
 from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.groups import Batch
-from paceline.types import DraftBin, Engine, Group, Prompt, Receipt, Tokens
+from paceline.types import DraftBin, Engine, Group, Prompt, Receipt, Rollout, Tokens
 
 Rewards = list[list[float]]
 
@@ -106,7 +107,8 @@ class Journal:
             "length": lengths,
             "reward": flat,
         }
-        self._recorder.write("rollouts", {"step": self.step, "engines": list(index_of), **columns})
+        sha256 = _checksum(rollouts, flat)
+        self._recorder.write("rollouts", {"step": self.step, "engines": list(index_of), "sha256": sha256, **columns})
         begin_s, end_s = min(columns["start_s"]), max(columns["end_s"])
         add = self.metrics.add
         add("reward/mean", Mean.of_known(flat))
@@ -232,6 +234,13 @@ def _texts(groups: Sequence[Group], rewards: Rewards, decode: Callable[[Tokens],
         }
         for which, (reward, prompt, rollout) in ((which, ranked[index]) for index, which in names.items())
     ]
+
+
+def _checksum(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> str:
+    """Checksum of all that a step learns from: two runs that sampled the same, in the same order, have the same."""
+    parts = (part for rollout in rollouts for part in (rollout.prompt_ids, rollout.token_ids, rollout.logp))
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    return sha256_of([*(part.tobytes() for part in parts), repr((lengths, list(rewards))).encode()])
 
 
 def _cut(text: str) -> str:
