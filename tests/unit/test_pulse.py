@@ -10,11 +10,14 @@ from paceline.rollout.pulse import FROZEN_S, QUIET_S, Pulse
 
 
 def seconds_until_frozen(
-    used_s: Callable[[float], Mapping[int, float]], *, owes: Callable[[float], bool] = lambda s: True
+    used_s: Callable[[float], Mapping[int, float]],
+    *,
+    owes: Callable[[float], bool] = lambda s: True,
+    crowd: float = 0.5,
 ) -> float:
     """When an engine that was last heard of at 0 is called frozen, if it is looked at every second; -1 for never."""
     now_s = 0.0
-    pulse = Pulse(lambda: used_s(now_s))
+    pulse = Pulse(lambda: used_s(now_s), lambda: crowd)
     for second in range(200):
         now_s = float(second)
         if pulse.still_s(silent_s=now_s if owes(now_s) else 0.0, now_s=now_s) > FROZEN_S:
@@ -32,6 +35,12 @@ def test_stopped_process_is_found_in_time_though_others_look_around_while_they_w
 @pytest.mark.parametrize("share", [0.1, 1.0, 16.0])
 def test_long_step_is_no_freeze_however_little_of_a_core_it_gets(share: float) -> None:
     assert seconds_until_frozen(lambda now_s: {1: 0.0, 2: share * now_s}) == -1
+
+
+def test_step_on_a_crowded_core_is_no_freeze_and_a_stopped_process_is_still_one() -> None:
+    """At a load of 40 on two cores, engines that got 3 % of a core were lost."""
+    assert seconds_until_frozen(lambda now_s: {1: 0.03 * now_s}, crowd=20) == -1
+    assert 0 < seconds_until_frozen(lambda now_s: {1: 3.0, 2: 0.012 * now_s}, crowd=20) <= 13
 
 
 def test_step_that_freezes_in_the_middle_is_found_from_there() -> None:

@@ -33,7 +33,7 @@ from paceline.rollout.internals import scheduler_door
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.internals.shutdown import shut_down
 from paceline.rollout.internals.version import check_version
-from paceline.rollout.pulse import FROZEN_S, Pulse, cpu_used_s
+from paceline.rollout.pulse import FROZEN_S, Pulse, cpu_used_s, crowd_per_core
 from paceline.rollout.speculation import check_drafter
 from paceline.types import DraftBin, EngineLostError, PacelineError, Receipt, Rollout, RolloutRequest
 
@@ -74,7 +74,7 @@ class VllmEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._speculates = speculates
         self._processes: list[psutil.Process] = []
-        self._pulse = Pulse(lambda: cpu_used_s(self._processes))
+        self._pulse = Pulse(lambda: cpu_used_s(self._processes), crowd_per_core)
         self._num_calls = 0
         """Calls under way. They have deadlines of their own, and may wait for others: a push waits for the learner."""
         self._ping: asyncio.Task[None] | None = None

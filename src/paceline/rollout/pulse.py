@@ -5,10 +5,13 @@ no call is answered, but a core works on it, or polls for the GPU. A process tha
 each other, hardly uses a core: one that waits looks around now and then, which is a percent of it. So an engine that
 owes an answer is frozen when nothing was heard of it, and none of its processes has computed for `FROZEN_S`. What spins
 without getting anywhere is left to `rollout.engine.progress_deadline_s`.
+
+On a crowded machine a process gets less of a core than it wants, so less is asked of it there.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -18,8 +21,9 @@ QUIET_S = 2.0
 """An answer may take this long before anybody looks at processes, which costs milliseconds."""
 FROZEN_S = 8.0
 COMPUTES_SHARE = 0.05
-"""Share of a core from which on a process counts as computing: far more than one that waits uses, and less than what
-one that computes gets on a crowded machine."""
+"""Share of a core from which on a process counts as computing: far more than one that waits uses."""
+COMPUTES_OF_FAIR = 0.5
+"""The same as a share of what is left for each where more want to compute than there are cores."""
 _SMALLEST_S = 0.05
 """The system counts in hundredths of a second; less than this in a moment says nothing."""
 
@@ -27,9 +31,10 @@ _SMALLEST_S = 0.05
 class Pulse:
     """What one engine's processes have computed lately. The caller passes its clock in."""
 
-    def __init__(self, used_s: Callable[[], Mapping[int, float]]) -> None:
-        """`used_s` tells how long each of the engine's processes has used cores so far, by id."""
-        self._used_s = used_s
+    def __init__(self, used_s: Callable[[], Mapping[int, float]], crowd: Callable[[], float]) -> None:
+        """`used_s` tells how long each of the engine's processes has used cores so far, by id; `crowd` how many want
+        each core."""
+        self._used_s, self._crowd = used_s, crowd
         self._since: tuple[float, Mapping[int, float]] | None = None
         """When they computed last, and what each had used by then; None while there is no reason to look."""
 
@@ -44,12 +49,17 @@ class Pulse:
             self._since = (now_s, used_s)
         return now_s - self._since[0]
 
-    @staticmethod
-    def _computed(before: Mapping[int, float], now: Mapping[int, float], passed_s: float) -> bool:
+    def _computed(self, before: Mapping[int, float], now: Mapping[int, float], passed_s: float) -> bool:
         if before.keys() != now.keys():
             return True  # a compiler has come or gone
-        enough_s = max(_SMALLEST_S, COMPUTES_SHARE * passed_s)
+        share = min(COMPUTES_SHARE, COMPUTES_OF_FAIR / max(self._crowd(), 1.0))
+        enough_s = max(_SMALLEST_S, share * passed_s)
         return any(used_s - before[pid] > enough_s for pid, used_s in now.items())
+
+
+def crowd_per_core() -> float:
+    """How many processes want each core of this machine, over the last minute."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def cpu_used_s(processes: Sequence[psutil.Process]) -> dict[int, float]:
