@@ -104,6 +104,12 @@ class DrivenRun:
     def trace(self) -> Trace:
         return trace(self.run, self.kept)
 
+    def engines_lost(self) -> list[str]:
+        """Engines that were lost in steps that count: nobody kills any here, and one that joins in the middle of a step
+        drafts with the first drafter until the next sync, so that it samples other tokens."""
+        events = read_metrics(self.run / "metrics.jsonl").get("event", [])
+        return [f"step {event['step']}: {event['why']}" for event in events if event["what"] == "engine_lost"]
+
     def start(self, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         with self.log.open("a") as log:
             command = [sys.executable, "-m", "paceline.cli", "train", *arguments]
@@ -143,6 +149,7 @@ def run(*, context: Context, config_file: Path, overrides: Sequence[str] = (), n
         steps = [record["metrics"] for record in read_metrics(reference.run / "metrics.jsonl")["step"]]
         kills = list(_kill(killed, [*settings, "run.name=killed"], steps, num_kills, context))
         found = differences(expected, killed.trace())
+        engines_lost = {arm.run.name: arm.engines_lost() for arm in (reference, killed)}
         controls = {name: _control(reference, name, expected, num_steps, context) for name in CONTROLS}
         context.progress("killing writers of checkpoints, and flipping bits")
         unreadable = count_unreadable(root / "atomic", 200)
@@ -176,6 +183,7 @@ def run(*, context: Context, config_file: Path, overrides: Sequence[str] = (), n
             "kills": kills,
             "compared": len(expected),
             "differences": found,
+            "engines_lost": engines_lost,
             "controls": controls,
             "unreadable_without_a_rename": naive_unreadable,
             "steps": [{key: step[key] for key in sorted(step) if key.startswith("time/")} for step in steps],
@@ -242,7 +250,10 @@ def _control(reference: DrivenRun, name: str, expected: Trace, num_steps: int, c
         shutil.copytree(whole.path, partial, dirs_exist_ok=True)
         (partial / "manifest.json").unlink()
         CONTROLS[name](partial, arm.run, num_steps)
-    arm.drive(["--resume", str(arm.run)])
+    try:
+        arm.drive(["--resume", str(arm.run)])
+    except PacelineError as error:  # a run that cannot go on is no run that goes on wrongly
+        return [str(error).strip().rpartition("\n")[2]]
     return differences(expected, arm.trace(), step=num_steps)
 
 
