@@ -130,7 +130,6 @@ def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(tm
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
     seen: list[tuple[int, int]] = []
     orphans: list[psutil.Process] = []
-
     healed = asyncio.Event()
 
     async def score(groups):

@@ -30,7 +30,7 @@ class RecordingEngine(SimulatedEngine):
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self.submitted += [request.group_id for request in requests]
         await super().submit(requests)
-        self.most_in_flight = max(self.most_in_flight, self._running + len(self._waiting))
+        self.most_in_flight = max(self.most_in_flight, len(self._running) + len(self._waiting))
 
 
 def make_engine(name: str = "engine") -> RecordingEngine:

@@ -361,6 +361,8 @@ class MovedLearner(CountingLearner):
     """Every update moves the probability of every token far; with a little noise besides. One engine is told to have
     other weights from some step on."""
 
+    broken_from: int
+
     def __init__(self, broken_from: int = 99) -> None:
         super().__init__()
         object.__setattr__(self, "broken_from", broken_from)

@@ -54,6 +54,9 @@ class MemoryStore:
     def has_documents(self) -> bool:
         return True
 
+    def slices_made(self) -> bool:
+        return True
+
     def round(self) -> int:
         return self._round
 
