@@ -66,9 +66,8 @@ class VllmEngine:
         stop_token_ids: Sequence[int],
         speculates: bool,
     ) -> None:
-        self.name = name
+        self.name, self.config = name, config
         self.policy_version = 0
-        self.config = config
         self._vllm: AsyncLLM | None = llm
         self._counters = counters
         self._stop_token_ids = list(stop_token_ids)
@@ -78,8 +77,7 @@ class VllmEngine:
         self._num_calls = 0
         """Calls under way. They have deadlines of their own, and may wait for others: a push waits for the learner."""
         self._ping: asyncio.Task[None] | None = None
-        self._in_flight: dict[asyncio.Task[None], tuple[int, int]] = {}
-        """What waits for the end of each rollout, which is named by its key."""
+        self._in_flight: dict[asyncio.Task[None], tuple[int, int]] = {}  # what waits for each rollout, and its key
         self._finished: list[Rollout] = []
         self._news = asyncio.Event()
         self._paused = False
@@ -119,12 +117,11 @@ class VllmEngine:
         building = asyncio.to_thread(_build, path, config, seed, cpus, counters, speculation, adjust, stock_sampler)
         try:
             llm = await asyncio.wait_for(building, config.start_deadline_s)
-        except TimeoutError:
-            _kill(_descendants(strangers))
-            raise EngineLostError(name, f"did not start within {config.start_deadline_s:.0f} s") from None
-        except asyncio.CancelledError:
+        except (TimeoutError, asyncio.CancelledError) as error:
             _kill(_descendants(strangers))  # or the thread that waits for them would hold the program's end up
-            raise
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise EngineLostError(name, f"did not start within {config.start_deadline_s:.0f} s") from None
         except RuntimeError as error:
             raise EngineLostError(name, f"did not start: {error}") from error
         engine = cls(
