@@ -199,8 +199,9 @@ def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(tm
 def undocumented(keys: Iterable[str]) -> list[str]:
     """Metrics that docs/metrics.md does not tell about, where names of one kind share a row."""
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    told = {re.sub(r"_p[0-9.]+$", "", name) for name in re.findall(r"`([^`]+)`", page)}
-    names = {key: re.sub(r"_p[0-9.]+$", "", key) for key in keys if not key.startswith("time/")}
+    number = re.compile(r"(?<=_[pk])[0-9.]+$")
+    told = {number.sub("", name) for name in re.findall(r"`([^`]+)`", page)}
+    names = {key: number.sub("", key) for key in keys if not key.startswith("time/")}
     return [key for key, name in names.items() if not {name, name.partition("/")[2]} & told]
 
 
