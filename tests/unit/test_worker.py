@@ -157,6 +157,21 @@ def test_a_damaged_document_costs_itself_and_nothing_else(settings: WorkerSettin
     assert rounds_of(settings).progress(settings.name).num_broken_files >= num_broken, "a restart must not hide it"
 
 
+@pytest.mark.parametrize("awaited", [True, False])
+def test_process_that_a_run_waits_for_starts_like_everybody_else(settings: WorkerSettings, awaited: bool) -> None:
+    """With a busy neighbour on every core, one of the lowest priority took minutes to start, and the run waited."""
+    process = TrainerProcess(settings.model_copy(update={"awaited": awaited}))
+    handle, seen = psutil.Process(process.pid), []
+    try:
+        while handle.status() != psutil.STATUS_STOPPED:
+            seen.append(handle.nice())
+            time.sleep(0.01)
+        assert process.wait_ready()
+        assert (seen[len(seen) // 2], handle.nice()) == (os.nice(0) if awaited else 19, 19)
+    finally:
+        process.kill()
+
+
 def test_process_gives_way_at_once_goes_on_and_dies_in_mid_slice_without_harm(settings: WorkerSettings) -> None:
     """A stopped process that still used its core would slow the engine; a killed one must leave only whole files."""
     fill(settings)

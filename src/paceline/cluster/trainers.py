@@ -42,7 +42,9 @@ class RemoteTrainer:
         self.pid = 0
 
     async def start(self) -> None:
-        self.pid = await self._engine().trainer_start(self._settings)
+        # The run begins when the first is ready; one that replaces it starts beside the work of others.
+        settings = self._settings.model_copy(update={"awaited": not self.pid})
+        self.pid = await self._engine().trainer_start(settings)
 
     async def ready(self) -> bool:
         return await self._engine().trainer_ready()

@@ -56,6 +56,8 @@ class WorkerSettings(Section):
     device: DeviceKind | None = None
     """What it computes on; None is what it finds."""
     seed: int
+    awaited: bool = False
+    """The run waits until it is ready, so it starts with the priority of everybody else."""
 
 
 def documents_in(directory: Path) -> Path:
@@ -266,13 +268,15 @@ def main(settings: WorkerSettings) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.dup(1)
     os.dup2(2, 1)  # nobody reads what libraries print
-    os.setpriority(os.PRIO_PROCESS, 0, 19)  # it has no lease while it starts
+    if not settings.awaited:
+        os.setpriority(os.PRIO_PROCESS, 0, 19)  # it has no lease while it starts
     if settings.cpus is not None:
         os.sched_setaffinity(0, settings.cpus)
     import torch
 
     torch.set_num_threads(len(settings.cpus) if settings.cpus else 1)
     worker = TrainingWorker(settings)
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
     os.write(answers, b"ready\n")
     os.kill(os.getpid(), signal.SIGSTOP)
     while True:
