@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from paceline.cluster import reaper
+from paceline.cluster.ray_session import _reaped  # pyright: ignore[reportPrivateUsage]
 
 UNMARKED = f"import os, subprocess; os.environ.pop({reaper.VARIABLE!r}); subprocess.run(['sleep', '60'])"
 
@@ -46,3 +47,14 @@ def test_child_without_the_mark_is_ended_too(theirs):
     assert not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE
     assert ours.wait(timeout=60) == -9
     assert theirs.poll() is None
+
+
+def test_directories_of_a_run_go_though_its_reaper_was_killed(tmp_path):
+    """A command that takes long to end after SIGTERM has its children killed, this one too."""
+    run = tmp_path / "run"
+    run.mkdir()
+    before = set(psutil.Process().children())
+    with _reaped(run, None):
+        (watch,) = set(psutil.Process().children()) - before
+        watch.kill()
+    assert not run.exists()

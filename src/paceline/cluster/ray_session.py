@@ -103,4 +103,7 @@ def _reaped(*directories: Path | None) -> Iterator[None]:
         yield
     finally:
         process.communicate()
+        if process.returncode:  # it was killed with the others when a command took too long to end
+            for path in filter(None, directories):
+                shutil.rmtree(path, ignore_errors=True)
         os.environ.pop(reaper.VARIABLE)
