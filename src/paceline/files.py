@@ -48,6 +48,9 @@ _SEAL_WITHIN = 2**16
 SEAL = "xxh3:" + 32 * "0"
 """The place of a file's own checksum, which `seal` fills; it must be in the first 64 KiB."""
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  shared memory is the point; files in it are 0600 and have random names
+SEGMENT_PREFIX = "paceline-"
+
 
 class ChecksumError(PacelineError):
     """A file is not what it was when its checksum was taken."""
@@ -285,6 +288,11 @@ def remove_orphaned(path: Path) -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+def sweep_segments() -> list[str]:
+    """Remove what a killed process has left in shared memory, which nobody else would; returns the names."""
+    return [path.name for path in SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*") if remove_orphaned(path)]
 
 
 def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[tuple[int, Any]]:

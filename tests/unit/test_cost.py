@@ -168,12 +168,13 @@ def test_prefill_teaches_acceptance_but_not_cost() -> None:
 
 
 def test_acceptance_by_hand() -> None:
-    """[3 of 4, then 1 of those 3], a prior of two trials, and the unknown third position like the second."""
+    """[3 of 4, then 1 of those 3], a prior of two trials, then of eight like the one before;
+    the unknown third position is like the second."""
     acceptance = Acceptance(3)
     acceptance.observe(STEP)
     acceptance.refresh()
     first = (3 + 2 * 0.5) / 6
-    second = (1 + 2 * first) / 5
+    second = (1 + 8 * first) / 11
     assert acceptance.conditional == pytest.approx([first, second, second])
     assert acceptance.accepted_length == pytest.approx(
         [1, 1 + first, 1 + first + first * second, 1 + first + first * second * (1 + second)]
@@ -285,3 +286,33 @@ def test_observing_is_cheap() -> None:
             model.observe(STEP)
         best = min(best, (time.process_time() - start) / 200)
     assert best < 100e-6
+
+
+def test_position_that_failed_a_few_times_is_not_written_off_for_ever() -> None:
+    """As recorded: four drafts failed at position 6 after a change, nothing longer than five was asked for since, and
+    the selector believed 0.24 where the drafter has 0.8."""
+    acceptance = Acceptance(7)
+
+    def step(accepted_at: tuple[int, ...]) -> Step:
+        k = len(accepted_at)
+        return Step(
+            num_requests=5,
+            num_prefill_tokens=0,
+            context_tokens=500,
+            verified=k,
+            drafted=k,
+            seconds=0.1,
+            proposed_at=(5,) * k,
+            accepted_at=accepted_at,
+            num_emitted=5 + sum(accepted_at),
+        )
+
+    for _ in range(20):
+        acceptance.observe(step((5, 5, 4, 4, 4)))
+    acceptance.observe(step((5, 5, 4, 4, 4, 0, 0)))
+    acceptance.refresh()
+    assert acceptance.conditional[5] > 0.5, "one step of four requests is weak evidence"
+    for _ in range(400):
+        acceptance.observe(step((5, 5, 4, 4, 3)))
+    acceptance.refresh()
+    assert acceptance.conditional[5] > 0.65 and acceptance.conditional[6] > 0.65

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ class WritingLearner(SimulatedLearner):
 
     writer: HiddenStateWriter
 
-    async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+    async def logp(self, samples: Sequence[Sample], *, correction: Any = None) -> Sequence[Floats]:
         return self.writer.logp(samples)
 
     async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:

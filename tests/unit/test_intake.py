@@ -109,7 +109,7 @@ def stream(
 
 
 def _drop_one(fleet: Fleet, found: Streamed) -> None:
-    sampled = [request.group_id for _, _, _, request in fleet.ledger._assigned.values()]
+    sampled = [request.group_id for _, request in fleet.ledger._assigned.values()]
     if sampled:
         found.num_dropped += 1
         fleet._drop(fleet.ledger.drop(max(sampled)))

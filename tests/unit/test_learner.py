@@ -1,8 +1,9 @@
 """The learner on a tiny random policy against plain transformers."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from paceline.config import LearnerConfig, ObjectiveConfig
+from paceline.config import CorrectionConfig, LearnerConfig, ObjectiveConfig
 from paceline.files import verify_checksums
 from paceline.learner.batch import plan_passes
+from paceline.learner.correction import correct
 from paceline.learner.fsdp import FsdpLearner
 from paceline.types import Sample
 
@@ -387,6 +389,84 @@ def test_correction_takes_the_ratio_against_the_learner_and_weighs_the_tokens(ma
     assert any((whole[name] - value).abs().max() > 1e-7 for name, value in tensors(learner).items())
 
 
+def near_policy(learner: FsdpLearner, samples: list[Sample]) -> list[Sample]:
+    """The samples as if an engine had drawn them that differs from the learner here and there."""
+    random = np.random.default_rng(5)
+    return [
+        replace(sample, logp=sample.logp + random.normal(0, 0.5, len(sample.logp)).astype(np.float32))
+        for sample in on_policy(learner, samples)
+    ]
+
+
+CORRECTIONS = ("none", "token-tis", "sequence-tis", "token-mis", "sequence-mis", "geometric-mis")
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_the_scoring_pass_make_the_same_policy_as_a_second_pass(make: Make, kind: str, dtype: str) -> None:
+    """Else the run would learn otherwise, and a learner that is made again from its updates would be another."""
+    correction = CorrectionConfig.model_validate({"kind": kind})
+    config = LearnerConfig.model_validate({"microbatch_tokens": 70, "learning_rate": 1e-3, "dtype": dtype})
+    samples = near_policy(make(config=config), make_samples(9))
+    results = []
+    for ahead in (correction, None):
+        learner, metrics = make(config=config), []
+        for step in range(2):
+            part = samples[step::2]
+            logp = learner.logp(part, taps=(0, 2), tapped=(1,), correction=ahead).logp
+            learner.logp(part[:1])  # the floor is measured in between
+            metrics.append(learner.update(correct(part, logp, correction)))
+        results.append((tensors(learner), metrics))
+    (one, reusing), (other, repeating) = results
+    assert_close(one, other, atol=0)
+    assert [step.pop("policy/gradients_reused") for step in (*reusing, *repeating)] == [1, 1, 0, 0]
+    assert reusing == repeating
+
+
+def test_gradients_of_a_scoring_pass_are_not_used_for_another_update(make: Make) -> None:
+    """The guard changed the correction, the samples are others, the batch was skipped, the state was replaced."""
+    expected, actual = CorrectionConfig(kind="token-tis"), CorrectionConfig(kind="token-mis", low=0.9, high=1.1)
+    samples = near_policy(make(), make_samples(8))
+    logp = make().logp(samples).logp
+    updates = [
+        correct(samples, logp, actual),
+        correct(samples[:-1], logp[:-1], expected),
+        [replace(sample, advantage=-sample.advantage) for sample in correct(samples, logp, expected)],
+    ]
+    for update in updates:
+        fresh, plain = (learner := make()).update(update), tensors(learner)
+        learner = make()
+        learner.logp(samples, correction=expected)
+        found = learner.update(update)
+        assert found == fresh and found["policy/gradients_reused"] == 0
+        assert_close(tensors(learner), plain, atol=0)
+    fresh, plain = (learner := make()).update(updates[1]), tensors(learner)
+    learner = make()
+    learner.logp(samples, correction=expected)  # and skipped
+    learner.logp(samples[:-1], correction=expected)
+    assert learner.update(updates[1])["policy/grad_norm"] == fresh["policy/grad_norm"]
+    assert_close(tensors(learner), plain, atol=0)
+
+
+def test_gradients_come_with_the_scores_only_where_the_update_is_one_step(make: Make, tmp_path: Path) -> None:
+    samples = make_samples(6)
+    correction = CorrectionConfig()
+    learner = make(config=LearnerConfig(minibatches=2))
+    learner.logp(samples, correction=correction)
+    assert learner.update(samples)["policy/gradients_reused"] == 0
+    learner = make()
+    learner.save_state(tmp_path / "state")
+    learner.logp(samples, correction=correction)
+    learner.load_state(tmp_path / "state")
+    assert learner.update(samples)["policy/gradients_reused"] == 0
+    spoilt = [replace(sample, logp=np.full_like(sample.logp, np.nan)) for sample in samples]
+    learner.logp(spoilt, correction=correction)
+    with pytest.raises(ValueError, match="NaN"):
+        learner.update(spoilt)
+    learner.logp([], correction=correction)
+    assert learner.update([])["policy/optimizer_steps"] == 0
+
+
 def test_samples_that_cannot_be_scored_are_refused(make: Make) -> None:
     good = make_samples(1)[0]
     learner = make()
@@ -423,3 +503,30 @@ def test_every_sample_is_in_one_pass_and_ranks_run_equally_many(world_size: int)
     for passes in plan:
         for indices in passes:
             assert len(indices) <= 1 or len(indices) * max(lengths[i] for i in indices) <= 15
+
+
+def padded_tokens(lengths: list[int], passes: Sequence[tuple[int, ...]]) -> int:
+    return sum(len(indices) * max(lengths[i] for i in indices) for indices in passes)
+
+
+def test_a_long_tail_is_not_paid_for_by_the_other_rollouts() -> None:
+    """Passes filled up to the budget pad short rollouts to the longest of all: a third of the work is padding."""
+    random = np.random.default_rng(0)
+    lengths = np.clip(70 + random.lognormal(np.log(100), 0.77, 64), 74, 710).astype(int).tolist()
+    (passes,) = plan_passes(lengths, budget=8192, world_size=1)
+    filled = [sorted(lengths)[::-1][begin:end] for begin, end in ((0, 11), (11, 38), (38, 64))]
+    assert sum(len(part) * part[0] for part in filled) > 1.25 * sum(lengths)
+    assert padded_tokens(lengths, passes) < 1.15 * sum(lengths) and len(passes) <= 6
+
+
+def test_passes_are_cut_where_it_costs_least() -> None:
+    """Against every possible cut of a few rows."""
+    lengths, budget = [40, 39, 20, 19, 6, 5, 5, 1], 80
+    (passes,) = plan_passes(lengths, budget=budget, world_size=1)
+    costs = []
+    for chosen in range(2 ** (len(lengths) - 1)):
+        bounds = [0, *(i for i in range(1, len(lengths)) if chosen >> (i - 1) & 1), len(lengths)]
+        cut = [tuple(range(begin, end)) for begin, end in pairwise(bounds)]
+        if all(len(part) == 1 or len(part) * lengths[part[0]] <= budget for part in cut):
+            costs.append(padded_tokens(lengths, cut) + len(cut) * budget / 16)
+    assert padded_tokens(lengths, passes) + len(passes) * budget / 16 == min(costs)

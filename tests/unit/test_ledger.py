@@ -36,7 +36,7 @@ def finished(request: RolloutRequest, engine: str) -> Rollout:
 
 
 def take(ledger: Ledger, engine: str) -> RolloutRequest:
-    request = ledger.assign(engine)
+    request = ledger.assign(engine, together=True)
     assert request is not None
     return request
 
@@ -86,7 +86,7 @@ def test_longest_expected_rollouts_of_the_oldest_batch_leave_first():
 def lose_with(ledger: Ledger, engines: Sequence[str]) -> None:
     """Give all that is pending to each of these engines, which dies with it."""
     for engine in engines:
-        while ledger.num_pending and ledger.assign(engine) is not None:
+        while ledger.num_pending and ledger.assign(engine, together=True) is not None:
             pass
         ledger.lose(engine)
 
@@ -98,7 +98,8 @@ def test_a_prompt_that_loses_engine_after_engine_is_dropped_with_its_group_alone
     lose_with(ledger, [f"e{number}" for number in range(MAX_LOSSES)])
     assert ledger.num_pending == 4
     suspect = take(ledger, "last")
-    assert ledger.assign("last") is None, "a second suspect on the same engine: nobody could say which of them it was"
+    second = ledger.assign("last", together=True)
+    assert second is None, "a second suspect on the same engine: nobody could say which of them it was"
     other = take(ledger, "other")
     redispatched, dropped = ledger.lose("last")
     assert redispatched == 0
@@ -142,7 +143,7 @@ def test_no_order_of_events_loses_or_doubles_a_rollout(events):
     for what, which in events:
         engine = f"e{which}"
         if what == "assign" and ledger.num_pending:
-            if (request := ledger.assign(engine)) is not None:
+            if (request := ledger.assign(engine, together=True)) is not None:
                 held[engine].append(request)
         elif what == "finish" and held[engine]:
             request = held[engine].pop()
@@ -166,3 +167,47 @@ def test_no_order_of_events_loses_or_doubles_a_rollout(events):
     kept = [key for key in taken if key[0] not in gone]
     assert ledger.num_pending + sum(map(len, held.values())) + len(kept) == 12 - 3 * len(gone)
     assert all(ledger.load(engine) == len(requests) for engine, requests in held.items())
+
+
+def groups_of(ledger: Ledger, *engines: str) -> list[int]:
+    return [take(ledger, engine).group_id for engine in engines]
+
+
+def test_engines_go_on_with_their_own_groups_and_split_one_only_when_none_is_left():
+    """Siblings that are dealt out in turn make every engine read every prompt."""
+    ledger = Ledger()
+    for group_id in range(3):
+        open_group(ledger, group_id, 3)
+    assert groups_of(ledger, "a", "b", "a", "b", "a", "b") == [0, 1, 0, 1, 0, 1]
+    assert groups_of(ledger, "b", "a", "a") == [2, 2, 2]
+    assert ledger.num_pending == 0
+
+
+def test_older_batch_goes_before_a_group_that_an_engine_has_begun():
+    ledger = Ledger()
+    open_group(ledger, 0, 1, batch=0)
+    open_group(ledger, 1, 3, batch=1)
+    assert groups_of(ledger, "a", "b", "b") == [0, 1, 1]
+    ledger.lose("a")
+    assert groups_of(ledger, "b", "b") == [0, 1]
+
+
+def test_group_of_a_lost_engine_is_taken_up_by_one_engine():
+    ledger = Ledger()
+    open_group(ledger, 0, 3)
+    open_group(ledger, 1, 4)
+    assert groups_of(ledger, "a", "a", "b") == [0, 0, 1]
+    ledger.lose("a")
+    assert groups_of(ledger, "c", "b", "c", "b", "c", "b") == [0, 1, 0, 1, 0, 1]
+    assert ledger.num_pending == 0
+
+
+def test_group_that_was_dropped_and_opened_again_is_handed_out_once():
+    ledger = Ledger()
+    open_group(ledger, 0, 3)
+    assert groups_of(ledger, "a") == [0]
+    ledger.drop(0)
+    assert ledger.num_pending == 0
+    open_group(ledger, 0, 2, batch=1)
+    assert [take(ledger, engine).key for engine in ("a", "b")] == [(0, 0), (0, 1)]
+    assert ledger.num_pending == 0

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -325,7 +326,7 @@ class DoubtingLearner(CountingLearner):
         super().__init__()
         self.gap, self.suspects, self.steps, self.num_passes = gap, engines, steps, 0
 
-    async def logp(self, samples: Sequence[Sample]):
+    async def logp(self, samples: Sequence[Sample], *, correction: Any = None):
         self.num_passes += 1
         random = np.random.default_rng(self.num_passes)
         bad = self.num_passes in self.steps
@@ -357,6 +358,28 @@ def test_a_broken_sync_costs_one_batch_and_is_pushed_again(tmp_path):
     assert records["mismatch"][5]["worst"][0]["engine"] == "engine-0"
 
 
+class ToldLearner(DoubtingLearner):
+    """Remembers which correction it was told to expect."""
+
+    def __init__(self, gap: float, *, engines: Sequence[str], steps: range) -> None:
+        super().__init__(gap, engines=engines, steps=steps)
+        self.expected: list[str] = []
+
+    async def logp(self, samples: Sequence[Sample], *, correction: Any = None):
+        self.expected.append(correction.kind)
+        return await super().logp(samples)
+
+
+@pytest.mark.parametrize("mode", ["act", "observe"])
+def test_the_learner_expects_the_correction_that_the_guard_holds(tmp_path, mode):
+    """Gradients for one that never comes would be computed in vain at every step."""
+    learner = ToldLearner(0.1, engines=["engine-0", "engine-1"], steps=range(4, 8))
+    records, _ = simulate(tmp_path, load_config(None, [*GUARDED, f"guard.mode={mode}"]), learner=learner)
+    rungs = [0, *(step["metrics"]["guard/rung"] for step in records["step"][:-1])]
+    assert 2 in rungs
+    assert learner.expected == ["token-mis" if mode == "act" and rung == 2 else "none" for rung in rungs]
+
+
 class MovedLearner(CountingLearner):
     """Every update moves the probability of every token far; with a little noise besides. One engine is told to have
     other weights from some step on."""
@@ -367,7 +390,7 @@ class MovedLearner(CountingLearner):
         super().__init__()
         object.__setattr__(self, "broken_from", broken_from)
 
-    async def logp(self, samples: Sequence[Sample]):
+    async def logp(self, samples: Sequence[Sample], *, correction: Any = None):
         version, random = len(self.batches), np.random.default_rng(len(self.batches))
         found = []
         for sample in samples:

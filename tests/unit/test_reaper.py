@@ -1,6 +1,7 @@
 """The reaper: it ends what carries its mark and what that has started, and nothing else."""
 
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from paceline.cluster import reaper
 from paceline.cluster.ray_session import _reaped  # pyright: ignore[reportPrivateUsage]
+from paceline.files import SEGMENT_PREFIX, SHARED_MEMORY, create_owned
 
 UNMARKED = f"import os, subprocess; os.environ.pop({reaper.VARIABLE!r}); subprocess.run(['sleep', '60'])"
 
@@ -58,3 +60,12 @@ def test_directories_of_a_run_go_though_its_reaper_was_killed(tmp_path):
         (watch,) = set(psutil.Process().children()) - before
         watch.kill()
     assert not run.exists()
+
+
+def test_weights_of_a_killed_learner_go_with_the_run():
+    """They are as large as the policy, in the machine's memory, and nobody may start another run there."""
+    path = SHARED_MEMORY / f"{SEGMENT_PREFIX}0-policy-{secrets.token_hex(8)}"
+    os.close(create_owned(path))  # as the end of its owner does
+    reap = [sys.executable, "-m", reaper.__name__, "ours"]
+    subprocess.run(reap, stdin=subprocess.DEVNULL, check=True, timeout=120)
+    assert not path.exists()

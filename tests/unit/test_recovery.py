@@ -187,11 +187,11 @@ class WholeLearner:
         self.inner = FsdpLearner(path, config, ObjectiveConfig(), temperature=1.0, seed=3)
 
     def __getattr__(self, method: str) -> Any:
-        async def call(*arguments: Any) -> Any:
+        async def call(*arguments: Any, **named: Any) -> Any:
             if method == "counters":
                 return {}
             if method.startswith("logp"):
-                return self.inner.logp(*arguments).logp
+                return self.inner.logp(*arguments, **named).logp
             return getattr(self.inner, method)(*arguments)
 
         return call

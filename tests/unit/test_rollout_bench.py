@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -12,10 +13,11 @@ import pytest
 from contexts import make_context
 from paceline.config import EngineConfig
 from paceline.lab.bench import workload
-from paceline.lab.bench.rollout import _accepted_length, _figures, _makespans, _tail_rate, best_table
+from paceline.lab.bench.rollout import _accepted_length, _makespans, _prefill_saved, _ratios, best_table
 from paceline.lab.bench.rollout_page import write_rollout_page
-from paceline.lab.bench.workload import RequestSet, give_lengths
-from paceline.measure import Result
+from paceline.lab.bench.tail import tail_rate, wants_more
+from paceline.lab.bench.workload import RequestSet, give_group_lengths, give_lengths
+from paceline.measure import Result, paired
 from paceline.rollout import stepped
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, Turn, lockstep
 from paceline.selector.cost import Step
@@ -73,9 +75,41 @@ def test_prompts_do_not_count_as_decoding():
 
 def test_tail_is_where_at_most_two_requests_run():
     plain = batch(1, step_s=[(64, 0.5), (2, 0.1), (1, 0.1)])
-    assert _tail_rate(plain) == pytest.approx(3 / 0.2)
+    assert tail_rate([plain]) == pytest.approx(3 / 0.2)
     speculative = batch(1, [step(64, 3, 0.5, 2), step(2, 3, 0.2, 3)])
-    assert _tail_rate(speculative) == pytest.approx(6 / 0.2)
+    assert tail_rate([speculative]) == pytest.approx(6 / 0.2)
+    assert tail_rate([speculative, batch(1, [step(1, 3, 0.1, 4)])]) == pytest.approx(10 / 0.3), "pooled"
+
+
+def test_rounds_go_on_until_the_tail_has_its_tokens(rounds):
+    """A ratio of a handful of tokens is luck. A batch that has no tail must not be repeated for ever."""
+    assert wants_more(rounds, 4)
+    assert wants_more(rounds, 3), "the plain arm has 12 tokens"
+    assert not wants_more(rounds * 50, 3)
+    none = {name: batch(1, step_s=[(16, 0.1)]) for name in ("plain", "selector")}
+    assert not wants_more([[none, none]], 1)
+
+
+def test_groups_keep_the_lengths_of_the_policy_on_prompts_with_longer_answers():
+    """Siblings share a prompt; a length cut to what a prompt allows would cut off the tail."""
+    prompt = np.array([3], np.int32)
+    candidates = [
+        RolloutRequest(group_id=g, index=i, prompt_ids=prompt + g, max_tokens=640, temperature=1.0)
+        for g in range(4)
+        for i in range(2)
+    ]
+    lengths_DC = np.array([[20, 30, 100, 120, 400, 500, 700, 640], [25, 28, 90, 130, 420, 480, 600, 640]])
+    found = give_group_lengths(candidates, lengths_DC, [60, 20, 500, 300], 2)
+    assert [request.max_tokens for request in found] == [60, 20, 500, 300]
+    assert [(request.group_id, request.index) for request in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [int(request.prompt_ids[0]) for request in found] == [4, 4, 6, 6], "75 % of 90 is near 60, of 600 near 500"
+
+
+def test_prompts_of_siblings_that_were_cached_are_counted():
+    prompt = np.arange(33, dtype=np.int32)
+    request = RolloutRequest(group_id=0, index=0, prompt_ids=prompt, max_tokens=4, temperature=1.0)
+    read = replace(step(2, 0, 0.1, 1), num_prefill_tokens=32)
+    assert _prefill_saved(RequestSet([request] * 2, frozenset()), batch(1, [read])) == pytest.approx(0.5)
 
 
 def test_accepted_length_counts_the_bonus_token():
@@ -97,17 +131,18 @@ def rounds() -> list[list[dict[str, SteppedBatch]]]:
         name: batch(value, spec if name != "plain" else None, [(2, 0.1)] if name == "plain" else None)
         for name, value in seconds.items()
     }
-    others = {"selector": 20.0, "BEG-MAB": 24.0, "static table": 22.0, "k=5": 23.0, "k=3": 21.0}
-    return [[first, {name: batch(value, spec) for name, value in others.items()}]] * 3
+    others = {"selector": 20.0, "simple": 24.0, "k=3": 21.0}
+    many = {"plain": batch(8, step_s=[(2, 0.1)]), "selector": batch(4, spec)}
+    return [[first, {name: batch(value, spec) for name, value in others.items()}, many]] * 3
 
 
 def test_figures_are_ratios_within_a_round(rounds):
-    figures, _ = _figures(rounds)
+    figures, _, _ = paired(_ratios(rounds))
     assert figures["makespan_speedup"] == pytest.approx(3.0)
     assert figures["of_hindsight"] == pytest.approx(0.9)
     assert figures["over_best_fixed"] == pytest.approx(1.05)
-    assert figures["over_beg_mab"] == pytest.approx(1.2)
-    assert figures["over_static_table"] == pytest.approx(1.1)
+    assert figures["over_simple_selector"] == pytest.approx(1.2)
+    assert figures["makespan_speedup_64"] == pytest.approx(2.0)
     assert figures["k0_ratio"] == pytest.approx(30 / 31)
     assert figures["useless_drafter_ratio"] == pytest.approx(30 / 30.5)
     assert figures["tail_speedup"] == pytest.approx(3.0)
@@ -141,6 +176,9 @@ def test_arms_take_turns_within_the_batch():
     changes = sum(a != b for a, b in pairwise(turns[2:]))
     assert changes >= 15
     assert turns.count("slow") == 50
+    finer: list[str] = []
+    lockstep([(cast("SteppedEngine", TurnTaking(name, 0.02, finer)), order) for name in ("a", "b")], 0.01)
+    assert finer[2:8] == ["a", "b"] * 3, "step by step"
     assert done[0].seconds == turns.index("slow", len(turns) - 1 - turns[::-1].index("slow")) + 1
 
 
@@ -180,7 +218,7 @@ def test_batch_has_the_lengths_of_the_policy():
 
 def test_page_shows_every_figure_and_arm(rounds, tmp_path):
     """A result that nobody can see is not shown."""
-    figures, spread = _figures(rounds)
+    figures, spread, _ = paired(_ratios(rounds))
     result = Result(
         name="rollout",
         figures=figures,

@@ -17,7 +17,14 @@ from statistics import median
 import numpy as np
 import pytest
 
-from paceline.config import BanditSelector, FixedSelector, MeasuredSelector, SelectorConfig, TableSelector
+from paceline.config import (
+    BanditSelector,
+    FixedSelector,
+    MeasuredSelector,
+    SelectorConfig,
+    SimpleSelector,
+    TableSelector,
+)
 from paceline.selector.cost import Step
 from paceline.selector.cost_file import CostPoint, Costs, save_costs
 from paceline.selector.select import Measured, Selector, Table, build_selector, dense_table
@@ -190,7 +197,14 @@ def test_same_seed_same_choices() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [MeasuredSelector(), BanditSelector(), FixedSelector(draft_length=3), TableSelector(ranges=((1, 8, 5),))]
+    "config",
+    [
+        MeasuredSelector(),
+        BanditSelector(),
+        SimpleSelector(),
+        FixedSelector(draft_length=3),
+        TableSelector(ranges=((1, 8, 5),)),
+    ],
 )
 def test_garbage_does_not_break_it(config: SelectorConfig) -> None:
     engine, selector = SteppingEngine(cpu, GOOD, seed=8), build(config)

@@ -20,9 +20,10 @@ def runs(*finals: float, idle_s: float, num_too_old: int = 0) -> list[StreamedRu
 def test_streaming_is_within_the_spread_of_synchronous_training_or_not(streamed: float, within: float) -> None:
     """Synchronous seeds 0.66 to 0.70: mean 0.68, so 0.64 to 0.72 count as the same."""
     arms = {"sync": runs(0.66, 0.68, 0.70, idle_s=50.0), "stream": runs(*[streamed] * 3, idle_s=10.0, num_too_old=1)}
-    figures, spread = compare(arms)
+    figures, spread, pairs = compare(arms)
     assert figures["stream_within_spread"] == within
     assert figures["idle_over_sync"] == pytest.approx(0.2) and spread["idle_over_sync"] == 0.0
+    assert pairs["idle_over_sync"]["ratios"] == pytest.approx([0.2] * 3)
     assert figures["max_age_exceeded"] == 3
 
 

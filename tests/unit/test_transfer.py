@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.files import sweep_segments
 from paceline.fp8 import KvScales, Sharding, quantise_blocks
 from paceline.types import PushRefusedError
 from paceline.weights.check import TensorSpec, check_precision, check_push, inventory
 from paceline.weights.deliver import deliver
 from paceline.weights.fingerprint import device_fingerprint, fingerprint, mismatched
 from paceline.weights.message import Push, PushReport
-from paceline.weights.shared_memory import ShmReceiver, ShmSender, sweep
+from paceline.weights.shared_memory import ShmReceiver, ShmSender
 
 SHM = Path("/dev/shm")
 
@@ -335,33 +336,33 @@ def test_sweep_removes_a_killed_owners_segment_and_no_living_ones(sender: ShmSen
     """Without it every crash would keep the weights in memory until the machine restarts."""
     own = SHM / sender.stage(1, weights().items()).channel
     owner, theirs = start_owner()
-    assert theirs.name not in sweep()
+    assert theirs.name not in sweep_segments()
     assert theirs.exists()
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     assert theirs.exists()
-    assert theirs.name in sweep()
+    assert theirs.name in sweep_segments()
     assert not theirs.exists()
     assert own.exists()
 
 
 def test_sweep_survives_what_others_have_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A learner that did not start because of somebody's directory in shared memory could be stopped by anybody."""
-    monkeypatch.setattr("paceline.weights.shared_memory._SHM", tmp_path)
+    monkeypatch.setattr("paceline.files.SHARED_MEMORY", tmp_path)
     precious = tmp_path / "precious"
     precious.touch()
     (tmp_path / "paceline-0").mkdir()
     (tmp_path / "paceline-link").symlink_to(precious)
     (tmp_path / "paceline-nowhere").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "paceline-pipe")
-    assert sweep() == []
+    assert sweep_segments() == []
     theirs = tmp_path / "paceline-1-policy-theirs"
     theirs.touch()
     uid = os.getuid()
     with monkeypatch.context() as patched:
         patched.setattr("os.getuid", lambda: uid + 1)
-        assert sweep() == []
-    assert sweep() == [theirs.name]
+        assert sweep_segments() == []
+    assert sweep_segments() == [theirs.name]
     assert precious.exists() and (tmp_path / "paceline-0").exists()
 
 

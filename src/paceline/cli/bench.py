@@ -81,7 +81,10 @@ BENCHES = {
     "fp8": BenchEntry(
         "FP8 while the policy moves: tensors after each update, KV scales, what that costs (about 30 minutes)"
     ),
-    "drafter": BenchEntry("does the drafter follow the policy for free and give way at once (about 25 minutes)", _runs),
+    "drafter": BenchEntry(
+        "does the drafter follow the policy for free and give way at once, as documented too (about 55 minutes)",
+        _runs,
+    ),
     "learning": BenchEntry("gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)", _runs),
     "overhead": BenchEntry(
         "tokens/s through our engine against bare vllm.LLM; a second start against the first (about 6 minutes)",
@@ -102,10 +105,14 @@ BENCHES = {
         _runs,
     ),
     "rollout": BenchEntry(
-        "makespan of a long-tailed batch with speculation against plain vLLM and every rival (about 20 minutes)",
+        "makespan of groups of siblings with speculation against plain vLLM and every rival (at most 70 minutes)",
         page="rollout_page:write_rollout_page",
     ),
     "selector": BenchEntry("how fast the selector learns from nothing; what a shrinking batch does (about 17 minutes)"),
+    "step": BenchEntry(
+        "whole RL steps, learner and sync included: plain, with speculation, streamed; four seeds (about 25 minutes)",
+        _runs,
+    ),
     "stream": BenchEntry(
         "asynchronous against synchronous training: accuracy, idle engines, age; three seeds (about 25 minutes)", _runs
     ),

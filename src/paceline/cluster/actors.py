@@ -16,7 +16,7 @@ import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
 from paceline.cluster.clock import this_machine
-from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
+from paceline.config import CorrectionConfig, EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
 from paceline.devices import Transport, require, use_device
 from paceline.drafters.rounds import drafter_weights
 from paceline.drafters.worker import TrainerProcess, WorkerSettings
@@ -121,19 +121,23 @@ class EngineActor:
             raise PacelineError(f"no process for drafter training: {error}") from error
         return self._trainer.pid
 
-    async def trainer_ready(self, wait_s: float) -> bool:
-        """Whether it could train; one that hangs at its start is ended."""
+    async def trainer_ready(self, wait_s: float) -> None:
+        """Wait until it could train; one that hangs at its start is ended."""
         trainer = self._trainer
         try:
-            return await asyncio.wait_for(asyncio.to_thread(trainer.wait_ready), wait_s)
+            await asyncio.wait_for(asyncio.to_thread(trainer.wait_ready), wait_s)
         except TimeoutError:
             await asyncio.to_thread(trainer.kill)
-            return False
 
-    async def trainer_call(self, method: str) -> None:
-        """lease, recall, kill."""
-        trainer = self._trainer
-        await asyncio.to_thread({"lease": trainer.lease, "recall": trainer.recall, "kill": trainer.kill}[method])
+    # Not in threads, which may change the order of a lease and its recall.
+    async def trainer_lease(self) -> float:
+        return self._trainer.lease()
+
+    async def trainer_recall(self) -> None:
+        self._trainer.recall()
+
+    async def trainer_kill(self) -> None:
+        await asyncio.to_thread(self._trainer.kill)
 
     async def trainer_ended(self, wait_s: float) -> int | None:
         """Its exit code; None if it lives on for this long."""
@@ -217,10 +221,10 @@ class LearnerActor:
             return str(error)
         return None
 
-    def logp(self, samples: Sequence[Sample], hand_over: bool) -> Sequence[Floats]:
+    def logp(self, samples: Sequence[Sample], hand_over: bool, correction: CorrectionConfig | None) -> Sequence[Floats]:
         if self._hand_over is None or not hand_over:
-            return self._learner.logp(samples).logp
-        return self._hand_over.logp(samples)
+            return self._learner.logp(samples, correction=correction).logp
+        return self._hand_over.logp(samples, correction)
 
     def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         return self._learner.update(samples)

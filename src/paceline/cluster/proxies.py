@@ -119,13 +119,19 @@ class RemoteEngine:
     async def trainer_start(self, settings: WorkerSettings) -> int:
         return await self._answer("trainer_start", self.actor.trainer_start.remote(settings))
 
-    async def trainer_ready(self) -> bool:
+    async def trainer_ready(self) -> None:
         wait_s = self._config.start_deadline_s
         ready = self.actor.trainer_ready.remote(wait_s)
-        return await self._answer("trainer_ready", ready, wait_s + self._config.call_deadline_s)
+        await self._answer("trainer_ready", ready, wait_s + self._config.call_deadline_s)
 
-    async def trainer_call(self, method: str) -> None:
-        await self._answer(method, self.actor.trainer_call.remote(method))
+    async def trainer_lease(self) -> float:
+        return await self._answer("trainer_lease", self.actor.trainer_lease.remote())
+
+    async def trainer_recall(self) -> None:
+        await self._answer("trainer_recall", self.actor.trainer_recall.remote())
+
+    async def trainer_kill(self) -> None:
+        await self._answer("trainer_kill", self.actor.trainer_kill.remote())
 
     async def trainer_ended(self) -> int:
         while True:

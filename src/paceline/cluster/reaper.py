@@ -7,7 +7,8 @@ that one lives.
 
     python -m paceline.cluster.reaper MARK DIRECTORY...   waits until its standard input, a pipe from the driver, ends
 
-The directories are the run's own, in shared memory and for Ray; nothing else would ever empty them.
+The directories are the run's own, in shared memory and for Ray; nothing else would ever empty them. Weights that a
+killed learner has left in shared memory go too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import shutil
 import sys
 
 import psutil
+
+from paceline.files import sweep_segments
 
 VARIABLE = "PACELINE_RUN"
 _LOOK_EVERY_S = 2.0
@@ -55,6 +58,7 @@ def main(mark: str, *directories: str) -> None:
         psutil.wait_procs(alive, timeout=0.2)
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
+    sweep_segments()
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from paceline.cluster.proxies import CLOSE_DEADLINE_S, plain, why_lost
-from paceline.config import Config, EngineConfig, LearnerConfig
+from paceline.config import Config, CorrectionConfig, EngineConfig, LearnerConfig
 from paceline.devices import Transport
 from paceline.files import final_path
 from paceline.learner.hidden_states import HiddenStateWriterSettings
@@ -136,11 +136,11 @@ class RemoteLearner:
         args = (*self._before_engine, rendezvous, self._engine, *self._after_engine)
         await self._ask("start", [ray.put(arg) for arg in args])
 
-    async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        return await self._all("logp", list(samples), True)
+    async def logp(self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None) -> Sequence[Floats]:
+        return await self._all("logp", list(samples), True, correction)
 
     async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        return await self._all("logp", list(samples), False)
+        return await self._all("logp", list(samples), False, None)
 
     async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         async with self.still:

@@ -41,22 +41,19 @@ class RemoteTrainer:
         self._settings = settings
         self.pid = 0
 
-    async def start(self) -> None:
-        # The run begins when the first is ready; one that replaces it starts beside the work of others.
-        settings = self._settings.model_copy(update={"awaited": not self.pid})
-        self.pid = await self._engine().trainer_start(settings)
+    async def start(self, *, awaited: bool) -> None:
+        self.pid = await self._engine().trainer_start(self._settings.model_copy(update={"awaited": awaited}))
+        if awaited:
+            await self._engine().trainer_ready()
 
-    async def ready(self) -> bool:
-        return await self._engine().trainer_ready()
-
-    async def lease(self) -> None:
-        await self._engine().trainer_call("lease")
+    async def lease(self) -> float:
+        return await self._engine().trainer_lease()
 
     async def recall(self) -> None:
-        await self._engine().trainer_call("recall")
+        await self._engine().trainer_recall()
 
     async def kill(self) -> None:
-        await self._engine().trainer_call("kill")
+        await self._engine().trainer_kill()
 
     async def ended(self) -> str:
         return f"exit code {await self._engine().trainer_ended()}"

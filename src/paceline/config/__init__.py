@@ -28,6 +28,7 @@ from paceline.config.speculation import (
     NgramDrafter,
     ParallelDrafter,
     SelectorConfig,
+    SimpleSelector,
     SpeculationConfig,
     TableSelector,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "RunConfig",
     "Section",
     "SelectorConfig",
+    "SimpleSelector",
     "SpeculationConfig",
     "TableSelector",
     "UserData",

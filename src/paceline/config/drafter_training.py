@@ -37,12 +37,10 @@ class LeaseConfig(Section):
     """When an idle engine's device is leased to drafter training, and how soon it is given back."""
 
     settle_s: float = Field(default=0.02, ge=0)
-    """Seconds for which an engine must have been idle: between two rollouts it is idle for a moment."""
+    """Seconds for which an engine must have been idle: between two rollouts it is idle for a moment. It is not leased
+    either where its last idle times were too short for the time that its last leases took to begin and to end."""
     lease_s: float = Field(default=60, gt=0)
     """Longest lease in seconds, after which the trainer is recalled whether or not the engine has work."""
-    grace_s: float = Field(default=0.1, ge=0)
-    """Seconds that a recalled trainer has to release the device. After that it is killed, because rollouts do not wait
-    for it."""
 
 
 class DriftConfig(Section):

@@ -116,8 +116,15 @@ class BanditSelector(Section):
     """Number of latest rewards of a draft length whose median ranks it."""
 
 
+class SimpleSelector(Section):
+    """Take the draft length with the best moving average of tokens per second in a bucket of batch sizes; one step in
+    fifty tries a neighbour."""
+
+    kind: Literal["simple"] = "simple"
+
+
 SelectorConfig = Annotated[
-    MeasuredSelector | FixedSelector | TableSelector | BanditSelector, Field(discriminator="kind")
+    MeasuredSelector | FixedSelector | TableSelector | BanditSelector | SimpleSelector, Field(discriminator="kind")
 ]
 
 

@@ -234,8 +234,8 @@ def _parts(document: Document) -> list[np.ndarray[Any, Any]]:
     return [
         _header(num_tokens, document.num_prompt_tokens, num_taps, hidden_size),
         document.token_ids.astype(np.int32),
-        document.taps.astype(np.float32),
-        document.last.astype(np.float32),
+        document.taps.astype(np.float32, copy=False),  # these are most of what the learner writes in its step
+        document.last.astype(np.float32, copy=False),
     ]
 
 

@@ -5,11 +5,16 @@
                                                                                     buffer.py
 
 A recall must take effect at once, and a micro-batch takes as long as it takes; so the system stops the process in the
-middle of it, and the process continues there in its next lease. It holds no lock that others need and reports only
-through files that are moved into place, so neither a stop nor a kill at any instruction harms anybody. It dies with its
-owner, stopped or not.
+middle of it, and the process continues there in its next lease: nothing that it has done is lost. No thread of it runs
+another instruction once the signal is sent, so nobody waits for its answer, and outside its leases it takes no time of
+any core. It holds no lock that others need and reports only through files that are moved into place, so neither a stop
+nor a kill at any instruction harms anybody. It dies with its owner, stopped or not; with the run, if it never had a
+lease.
 
-    python -m paceline.drafters.worker SETTINGS        writes "ready" when it could train, and stops itself
+    python -m paceline.drafters.worker SETTINGS
+
+The process that a run waits for at its start writes "ready" when it could train, and stops itself. One that takes the
+place of another is stopped by its owner before it has done anything, and starts in its leases.
 """
 
 from __future__ import annotations
@@ -19,7 +24,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +61,7 @@ class WorkerSettings(Section):
     """What it computes on; None is what it finds."""
     seed: int
     awaited: bool = False
-    """The run waits until it is ready, so it starts with the priority of everybody else."""
+    """The run waits until it is ready, so it starts at once and with the priority of everybody else."""
 
 
 def documents_in(directory: Path) -> Path:
@@ -69,32 +73,40 @@ def rounds_in(directory: Path) -> Path:
 
 
 class TrainerProcess:
-    """The owner's handle of the process. Every method returns at once, except `wait_ready` and `kill`."""
+    """The owner's handle of the process, in one thread. Every method returns at once, except `wait_ready` and `kill`,
+    which block and may be called in others."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         command = [sys.executable, "-m", __name__, settings.model_dump_json()]
-        # A session of its own: Ctrl-C in a terminal is not for it, its owner ends it.
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)  # noqa: S603
+        # A group of its own: Ctrl-C in a terminal is not for it, its owner ends it. Not a session: the system would
+        # share the cores out among sessions, and its low priority would count for nothing beside the run's.
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0)  # noqa: S603
         self._handle = psutil.Process(self._process.pid)
         self.pid = self._process.pid
-        self._ready = False
-        self._asking = threading.Lock()
+        self._recalled_cpu_s = 0.0
+        """What it had used when it was stopped last."""
+        if not settings.awaited:
+            self._signal(signal.SIGSTOP)
 
     def wait_ready(self) -> bool:
-        """Wait until the process could train; False if it ended before. Blocks, and several threads may call it."""
-        assert self._process.stdout is not None
-        with self._asking:
-            self._ready = self._ready or (self._process.stdout.readline() == b"ready\n" and self._wait_stopped())
-        return self._ready and self.ended() is None
+        """Wait until a process that is awaited could train; False if it ended before."""
+        assert self._process.stdout is not None and self.settings.awaited
+        ready = self._process.stdout.readline() == b"ready\n" and self._wait_stopped()
+        self._recalled_cpu_s = self._cpu_s()
+        return ready
 
-    def lease(self) -> None:
+    def lease(self) -> float:
+        """Let the process run; returns the CPU seconds that it has used since it was stopped, which should be none."""
+        unleased_cpu_s = max(0.0, self._cpu_s() - self._recalled_cpu_s)
         self._signal(signal.SIGCONT)
+        return unleased_cpu_s
 
     def recall(self) -> None:
-        """Stop the process; returns when none of its threads runs any more."""
+        """Stop the process. Where its threads wait for a core it may take long until the system calls it stopped, but
+        they do nothing more."""
         self._signal(signal.SIGSTOP)
-        self._wait_stopped()
+        self._recalled_cpu_s = self._cpu_s()
 
     def ended(self) -> int | None:
         """Exit code of the process; None while it lives."""
@@ -108,8 +120,15 @@ class TrainerProcess:
         if self.ended() is None:
             self._process.send_signal(number)
 
+    def _cpu_s(self) -> float:
+        try:
+            times = self._handle.cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return times.user + times.system
+
     def _wait_stopped(self) -> bool:
-        """Wait until the system has stopped every thread, which takes a fraction of a millisecond as a rule."""
+        """Wait until the process has stopped itself; False if it ended before."""
         while self.ended() is None:
             try:
                 if self._handle.status() == psutil.STATUS_STOPPED:
@@ -269,16 +288,17 @@ def main(settings: WorkerSettings) -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # nobody reads what libraries print
     if not settings.awaited:
-        os.setpriority(os.PRIO_PROCESS, 0, 19)  # it has no lease while it starts
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
     if settings.cpus is not None:
         os.sched_setaffinity(0, settings.cpus)
     import torch
 
     torch.set_num_threads(len(settings.cpus) if settings.cpus else 1)
     worker = TrainingWorker(settings)
-    os.setpriority(os.PRIO_PROCESS, 0, 19)
-    os.write(answers, b"ready\n")
-    os.kill(os.getpid(), signal.SIGSTOP)
+    if settings.awaited:
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
+        os.write(answers, b"ready\n")
+        os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         if not worker.work():
             time.sleep(_EMPTY_WAIT_S)

@@ -1,24 +1,31 @@
 """Packs samples into forward passes: which samples each rank scores together, and their padded tensors.
 
 Rollouts are padded on the right, and no attention mask is made: under causal attention no token sees the padding after
-it, and without a mask attention takes its fast causal path.
+it, and without a mask attention takes its fast causal path. Packing rollouts into one row instead needs either a mask,
+whose cost grows with the square of the row, or a kernel for ragged rows, which CPUs have not. Rollouts of like length
+share a pass, and passes are cut where a cut saves more padding than another pass costs: that leaves a few percent.
 
 Dimension suffixes: B rollouts, S padded tokens (prompt and response), T padded response tokens, N response tokens
-without padding.
+without padding, R rows: a rollout for each rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.types import Sample
 
 if TYPE_CHECKING:
     import torch
+
+_PASS_COST = 1 / 16
+"""Cost of one more pass (launches, gathering the weights) in tokens, as a share of the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,21 +49,31 @@ def plan_passes(lengths: Sequence[int], *, budget: int, world_size: int) -> list
     """Indices of the samples of each pass of each rank; every rank has the same number of passes, some perhaps empty.
 
     Samples are dealt out by falling length, so that ranks carry equal loads and pass n has about the same shape on all
-    of them, and so that a pass too large for the memory fails at once. A pass holds at most `budget` padded tokens, but
-    at least one sample.
+    of them. A pass holds at most `budget` padded tokens, but at least one sample.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    plan: list[list[tuple[int, ...]]] = []
-    for rank in range(world_size):
-        passes: list[tuple[int, ...]] = []
-        share = order[rank::world_size]
-        while share:
-            rows = max(1, budget // lengths[share[0]])
-            passes.append(tuple(share[:rows]))
-            share = share[rows:]
-        plan.append(passes)
-    num_passes = max(len(passes) for passes in plan)
-    return [passes + [()] * (num_passes - len(passes)) for passes in plan]
+    parts = pairwise(_cut(np.array([lengths[i] for i in order[::world_size]], np.int64), budget))
+    slices = [slice(begin, end) for begin, end in parts]
+    return [[tuple(order[rank::world_size][part]) for part in slices] for rank in range(world_size)]
+
+
+def _cut(width_R: npt.NDArray[np.int64], budget: int) -> list[int]:
+    """Bounds of the passes over rows of falling width with the least sum of padded tokens and costs of passes."""
+    least = np.zeros(len(width_R) + 1)  # of the rows before each bound
+    came_from = [0] * len(least)
+    first = 0
+    for end in range(1, len(least)):
+        # What does not fit does not fit with more rows either, so `first` never goes back.
+        while first < end - 1 and width_R[first] * (end - first) > budget:
+            first += 1
+        starts = np.arange(first, end)
+        sums = least[first:end] + width_R[first:end] * (end - starts) + _PASS_COST * budget
+        came_from[end] = first + int(sums.argmin())
+        least[end] = sums.min()
+    bounds = [len(width_R)]
+    while bounds[-1]:
+        bounds.append(came_from[bounds[-1]])
+    return bounds[::-1]
 
 
 def draw(costs: Sequence[float], budget: float, rng: np.random.Generator, *, fewest: int = 0) -> list[int]:

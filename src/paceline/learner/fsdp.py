@@ -6,6 +6,10 @@ Every rank is one process with one FsdpLearner, and every rank is called with th
                      every rank runs the same number of passes                        │
                                                                      policy_loss ──▶ backward ──▶ clip ──▶ AdamW
 
+Where an update is one optimizer step, `logp` can compute its gradients in the pass that scores the samples: each
+rollout's correction follows from its own log-probabilities. `update` then only steps, if it is given just these samples
+with just that correction; else it computes the gradients itself, which has the same result bit for bit.
+
 FSDP2 gathers parameters and reduces gradients inside each pass, so a rank that runs out of samples runs an empty pass:
 the others would wait for it for ever. The loss is divided by counts of the whole minibatch, so that the number of ranks
 and the cut into micro-batches change the result by rounding only.
@@ -17,7 +21,7 @@ without padding, D hidden size, V vocabulary, K taps.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,21 +29,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]  public in its docs
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils import deterministic
 
-from paceline.config import CalibrationConfig, LearnerConfig, ObjectiveConfig
-from paceline.devices import collective_backend, use_device
+from paceline.config import CalibrationConfig, CorrectionConfig, LearnerConfig, ObjectiveConfig
 from paceline.fp8 import KvScales
 from paceline.learner.batch import PaddedBatch, make_batch, plan_passes
 from paceline.learner.calibration import Calibration, calibration_metrics, choose, has_qk_norm, scales_of
 from paceline.learner.checkpoint import full_weight, load_policy, output_head, write_checkpoint
+from paceline.learner.correction import correct, same_for_the_loss
 from paceline.learner.objective import LossSums, loss_normaliser, policy_loss
+from paceline.learner.rank import join_ranks, prepare_device, shard_policy
 from paceline.learner.scoring import HiddenStates, LogpResult, TokenScorer, hidden_states_of, record_taps, unflatten
 from paceline.learner.state import LearnerCounters, read_state, write_state
 from paceline.types import DeviceKind, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ahead:
+    """Gradients that a scoring pass has left in the parameters."""
+
+    samples: Sequence[Sample]
+    """The corrected samples that they are of."""
+    sums: LossSums
 
 
 class FsdpLearner:
@@ -73,13 +85,14 @@ class FsdpLearner:
         self._seed = seed
         self._num_updates = 0
         self._num_steps = 0
+        self._ahead: _Ahead | None = None
         self.kv_scales: KvScales | None = None
         """Scales for an FP8 KV cache; None before the first `calibrate`."""
-        self._device = _prepare_device(rank, seed, num_threads, device)
+        self._device = prepare_device(rank, seed, num_threads, device)
         policy, self._names = load_policy(self._path)
-        _join(config, rank, self._device, store or HashStore())
+        join_ranks(config, rank, self._device, store or HashStore())
         self._scorer = TokenScorer(policy, temperature)
-        self._layers = _shard(self._scorer, config, self._device)
+        self._layers = shard_policy(self._scorer, config, self._device)
         self._optimizer = torch.optim.AdamW(
             self._scorer.parameters(),
             lr=config.learning_rate,
@@ -104,10 +117,18 @@ class FsdpLearner:
         return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
     def logp(
-        self, samples: Sequence[Sample], taps: Sequence[int] = (), tapped: Collection[int] | None = None
+        self,
+        samples: Sequence[Sample],
+        taps: Sequence[int] = (),
+        tapped: Collection[int] | None = None,
+        correction: CorrectionConfig | None = None,
     ) -> LogpResult:
         """Score every response token under the current policy; with `taps`, keep the hidden states of the samples in
-        `tapped` (of all if None) as well. Hooks record them in the same forward pass."""
+        `tapped` (of all if None) as well. Hooks record them in the same forward pass.
+
+        With `correction`, an update on the samples as it corrects them is expected next: if that is one optimizer step,
+        its gradients come from the same pass.
+        """
         self._check(samples, trained_on=False)
         for tap in taps:
             if not 0 <= tap <= len(self._layers):
@@ -119,36 +140,58 @@ class FsdpLearner:
         # Zero where another rank scores: adding up the ranks then leaves every value exactly as its rank computed it.
         scores = torch.zeros(2, int(bounds[-1]), device=self._device)
         states: dict[int, HiddenStates] = {}
+        sums, normaliser = LossSums(), self._normaliser(samples)
+        if correction is not None:
+            self._forget_gradients()
+            if not self._can_go_ahead(samples):
+                correction = None
         for batch in self._passes(samples):
             rows = [row for row, index in enumerate(batch.indices) if index in wanted] if taps else []
-            with torch.no_grad(), record_taps(self._layers, taps if rows else ()) as recorded:
+            with (
+                torch.set_grad_enabled(correction is not None),
+                record_taps(self._layers, taps if rows else ()) as recorded,
+            ):
                 logp_N, entropy_N, hidden_BSD = self._scorer(batch.input_ids_BS, batch.position_N, batch.target_N)
+            if correction is not None:
+                corrected = self._corrected(samples, batch, logp_N, correction)
+                sums = sums.merge(self._backward(corrected, logp_N, entropy_N, normaliser))
             if not batch.indices:
                 continue
             columns = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in batch.indices])
-            scores[:, torch.from_numpy(columns).to(self._device)] = torch.stack([logp_N, entropy_N])
+            scores[:, torch.from_numpy(columns).to(self._device)] = torch.stack([logp_N.detach(), entropy_N])
             if rows:
                 states |= hidden_states_of(samples, batch.indices, rows, [recorded[tap] for tap in taps], hidden_BSD)
         self._root.reshard()  # without a backward pass the root stays gathered, which is the whole embedding
         if self._world_size > 1:
             dist.all_reduce(scores)
-        logp, entropy = (np.split(row, bounds[1:-1]) for row in scores.cpu().numpy())
-        return LogpResult(logp=tuple(logp[: len(samples)]), entropy=tuple(entropy[: len(samples)]), states=states)
+        logp, entropy = (np.split(row, bounds[1:-1])[: len(samples)] for row in scores.cpu().numpy())
+        if correction is not None:
+            # Of all samples on every rank, so that all of them decide alike whether `update` is about these.
+            self._ahead = _Ahead(samples=correct(samples, logp, correction), sums=self._over_ranks(sums))
+        return LogpResult(logp=tuple(logp), entropy=tuple(entropy), states=states)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Update on the samples in `minibatches` optimizer steps; returns metrics, the same on every rank."""
         self._check(samples, trained_on=True)
         sums = LossSums()
         grad_norms: list[float] = []
-        for minibatch in self._minibatches(samples):
-            sums = sums.merge(self._accumulate(minibatch))
+        ahead = self._ahead
+        reused = ahead is not None and same_for_the_loss(ahead.samples, samples)
+        if ahead is not None and reused:
+            sums, self._ahead = ahead.sums, None
             grad_norms.append(self._step())
+        else:
+            self._forget_gradients()
+            for minibatch in self._minibatches(samples):
+                sums = sums.merge(self._accumulate(minibatch))
+                grad_norms.append(self._step())
         self._num_updates += 1
         metrics = {
             "policy/learning_rate": self._learning_rate(max(0, self._num_steps - 1)),
             "policy/optimizer_steps": float(len(grad_norms)),
             "policy/skipped_steps": float(np.count_nonzero(~np.isfinite(grad_norms))),
             "policy/num_tokens": sums.num_tokens,
+            "policy/gradients_reused": float(reused),
         }
         if not grad_norms:  # every group was dropped: there is nothing to report, and a mean of nothing would be NaN
             return metrics
@@ -228,6 +271,7 @@ class FsdpLearner:
 
     def load_state(self, path: str | Path) -> None:
         """Go on from a directory that `save_state` wrote, with this or another number of ranks."""
+        self._forget_gradients()
         counters = read_state(Path(path), self._parameters(), self._optimizer)
         self._num_updates, self._num_steps = counters.num_updates, counters.num_steps
         self.kv_scales = counters.kv_scales
@@ -282,23 +326,53 @@ class FsdpLearner:
 
     def _accumulate(self, samples: Sequence[Sample]) -> LossSums:
         """Gradients of one minibatch, and its sums over all ranks."""
-        normaliser = loss_normaliser([sample.num_response_tokens for sample in samples], self._objective.loss)
-        sums = LossSums()
+        sums, normaliser = LossSums(), self._normaliser(samples)
         for batch in self._passes(samples):
             logp_N, entropy_N, _ = self._scorer(batch.input_ids_BS, batch.position_N, batch.target_N)
-            part = policy_loss(
-                logp_BT=unflatten(logp_N, batch.mask_BT),
-                old_logp_BT=batch.old_logp_BT,
-                weight_BT=batch.weight_BT,
-                entropy_BT=unflatten(entropy_N, batch.mask_BT),
-                advantage_B=batch.advantage_B,
-                mask_BT=batch.mask_BT,
-                normaliser=normaliser,
-                config=self._objective,
-            )
-            # FSDP2 averages gradients over ranks, while the normaliser already counts all of them.
-            (part.loss * self._world_size).backward()
-            sums = sums.merge(part.sums)
+            sums = sums.merge(self._backward(batch, logp_N, entropy_N, normaliser))
+        return self._over_ranks(sums)
+
+    def _backward(
+        self, batch: PaddedBatch, logp_N: torch.Tensor, entropy_N: torch.Tensor, normaliser: float
+    ) -> LossSums:
+        part = policy_loss(
+            logp_BT=unflatten(logp_N, batch.mask_BT),
+            old_logp_BT=batch.old_logp_BT,
+            weight_BT=batch.weight_BT,
+            entropy_BT=unflatten(entropy_N, batch.mask_BT),
+            advantage_B=batch.advantage_B,
+            mask_BT=batch.mask_BT,
+            normaliser=normaliser,
+            config=self._objective,
+        )
+        # FSDP2 averages gradients over ranks, while the normaliser already counts all of them.
+        (part.loss * self._world_size).backward()
+        return part.sums
+
+    def _normaliser(self, samples: Sequence[Sample]) -> float:
+        return loss_normaliser([sample.num_response_tokens for sample in samples], self._objective.loss)
+
+    def _can_go_ahead(self, samples: Sequence[Sample]) -> bool:
+        """Whether an update on these is one step on the present policy. An engine's NaN is refused by `update`."""
+        finite = not any(np.isnan(sample.logp).any() for sample in samples)
+        return self._config.minibatches == 1 and len(samples) > 0 and finite
+
+    def _corrected(
+        self, samples: Sequence[Sample], batch: PaddedBatch, logp_N: torch.Tensor, correction: CorrectionConfig
+    ) -> PaddedBatch:
+        """The batch as `correct` makes it once the whole batch is scored: a rollout's weights are its own."""
+        if not batch.indices:
+            return batch
+        chosen = [samples[i] for i in batch.indices]
+        bounds = np.cumsum([sample.num_response_tokens for sample in chosen])[:-1]
+        logp = np.split(logp_N.detach().cpu().numpy(), bounds)
+        return make_batch(correct(chosen, logp, correction), tuple(range(len(chosen))), self._device)
+
+    def _forget_gradients(self) -> None:
+        self._ahead = None
+        self._optimizer.zero_grad()
+
+    def _over_ranks(self, sums: LossSums) -> LossSums:
         if self._world_size == 1:
             return sums
         total = torch.tensor(sums.values(), dtype=torch.float64, device=self._device)
@@ -319,44 +393,3 @@ class FsdpLearner:
 
     def _learning_rate(self, step: int) -> float:
         return self._config.learning_rate * min(1.0, (step + 1) / max(1, self._config.warmup_steps))
-
-
-def _prepare_device(rank: int, seed: int, num_threads: int | None, kind: DeviceKind | None) -> torch.device:
-    """Seed the process and pick its device."""
-    torch.manual_seed(seed)
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    device = use_device(rank, kind)
-    if device.type != "cpu":
-        return device
-    # Not on GPUs, where some kernels have no deterministic form and would raise.
-    torch.use_deterministic_algorithms(True)
-    # Deterministic mode also writes NaN over every new tensor, an aid in debugging that costs time.
-    deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    return device
-
-
-def _join(config: LearnerConfig, rank: int, device: torch.device, store: Store) -> None:
-    """Meet the other ranks. The timeout bounds how long a rank waits for one that died."""
-    dist.init_process_group(
-        collective_backend(device),
-        store=store,
-        rank=rank,
-        world_size=config.world_size,
-        timeout=timedelta(seconds=config.deadline_s),
-    )
-
-
-def _shard(scorer: TokenScorer, config: LearnerConfig, device: torch.device) -> list[nn.Module]:
-    """Apply FSDP2 to every decoder layer and to the rest; returns the layers."""
-    mesh = init_device_mesh(device.type, (config.world_size,))
-    precision = MixedPrecisionPolicy()
-    if config.dtype == "bfloat16":
-        # Gradients are reduced in float32: the sum over ranks must not lose what each of them found.
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layers = scorer.policy.base_model.layers
-    assert isinstance(layers, nn.ModuleList)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(scorer, mesh=mesh, mp_policy=precision)
-    return list(layers)

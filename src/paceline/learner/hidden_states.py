@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.config import BufferConfig
+from paceline.config import BufferConfig, CorrectionConfig
 from paceline.drafters.buffer import Buffer, document_bytes
 from paceline.drafters.packing import Document
 from paceline.learner.batch import draw
@@ -33,9 +33,11 @@ class HiddenStateTap:
         self._learner = learner
         self._taps = tuple(taps)
 
-    def score(self, samples: Sequence[Sample], chosen: Collection[int]) -> tuple[LogpResult, list[Document]]:
+    def score(
+        self, samples: Sequence[Sample], chosen: Collection[int], correction: CorrectionConfig | None = None
+    ) -> tuple[LogpResult, list[Document]]:
         """Score all samples, and make documents of those chosen samples that this rank computed."""
-        result = self._learner.logp(samples, taps=self._taps, tapped=chosen)
+        result = self._learner.logp(samples, taps=self._taps, tapped=chosen, correction=correction)
         documents = [
             Document(
                 token_ids=samples[i].token_ids,
@@ -72,7 +74,7 @@ class HiddenStateWriter:
         self.num_failures = 0
         """Steps whose hidden states could not be written."""
 
-    def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+    def logp(self, samples: Sequence[Sample], correction: CorrectionConfig | None = None) -> Sequence[Floats]:
         """Score all samples and write some of them. A failed write costs the drafter training data, not the run."""
         version = self._learner.num_updates  # counted by the learner's state, so that a run that goes on chooses alike
         config, taps = self._settings.buffer, self._settings.taps
@@ -84,7 +86,7 @@ class HiddenStateWriter:
             budget_bytes=config.step_mb * 2**20,
             seed=(self._seed, version),
         )
-        result, documents = self._tap.score(samples, chosen)
+        result, documents = self._tap.score(samples, chosen, correction)
         _, head_VD = self._learner.embedding_and_head()
         try:
             self._buffer.put(documents, version)

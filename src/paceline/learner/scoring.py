@@ -100,11 +100,13 @@ def record_taps(layers: Sequence[nn.Module], taps: Sequence[int]) -> Iterator[di
     recorded: dict[int, torch.Tensor] = {}
 
     def keep(tap: int) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda _module, _inputs, output: recorded.update({tap: output})
+        return lambda _module, _inputs, output: recorded.update({tap: output.detach()})
 
     handles = [layers[tap - 1].register_forward_hook(keep(tap)) for tap in set(taps) if tap]
     if 0 in taps:
-        handles.append(layers[0].register_forward_pre_hook(lambda _module, inputs: recorded.update({0: inputs[0]})))
+        handles.append(
+            layers[0].register_forward_pre_hook(lambda _module, inputs: recorded.update({0: inputs[0].detach()}))
+        )
     try:
         yield recorded
     finally:

@@ -18,7 +18,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +34,7 @@ from paceline.types import Engine, Group, Receipt
 _MAX_FAILURES = 3
 """Failures of one thing in a row after which no drafter is trained any more: a full disk, a directory that is gone."""
 _LOOK_AGAIN_S = 0.02
-_ACCOUNTED = ("leasable_s", "leased_s", "training_s", "num_leases", "num_recalls", "num_kills", "num_crashes")
+_ACCOUNTED = [field.name for field in fields(Account) if field.name != "recall_s"]
 
 
 class DrafterStore(Protocol):
@@ -143,7 +143,7 @@ class OnlineDrafterTraining:
         self._store = store
         self._config = config
         self._apart = frozenset(apart)
-        self._slots = Slots(members, trainers, config.lease)
+        self._slots = Slots(members, trainers, config.lease, choosy=config.mode == "idle")
         self._drift = DriftMonitor(config.drift)
         self._lost = LostDrafter()
         self._judged = 0
@@ -194,12 +194,13 @@ class OnlineDrafterTraining:
                 self._slots.open(training_wanted=self._wanted())
 
     async def end_generation(self) -> None:
-        """Give back what the learner needs; slots of engines that stand apart from it may be leased on."""
-        await self._slots.recall([engine for engine in self._slots.names if engine not in self._apart])
+        """Stop the trainers on what the learner needs; slots of engines that stand apart from it may be leased on.
+        Engines wake while the learner works, since nothing waits for them."""
+        await self._slots.recall([name for name in self._slots.names if name not in self._apart], awake=False)
 
     async def close_phase(self) -> None:
         """Wake every engine, then close the round if enough was trained in it."""
-        await self._slots.recall(self._slots.names)
+        await self._slots.recall(self._slots.names, awake=True)
         if self._given_up:
             return
         with self._contained("close_round"):

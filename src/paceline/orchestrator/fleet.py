@@ -4,9 +4,10 @@
          ▲              │  ▲                                  │
        batch ◀──group───┘  └──────complete──── collect ◀──────┘      (two tasks per engine: _submit and _collect)
 
-A rollout goes to the engine with the fewest rollouts, and only while that engine has room; the rest wait here,
-longest expected first, so that an engine that finishes early takes work that nobody else has started. Dispatch costs
-O(log engines).
+The engine with the fewest rollouts gets the next one, and only while it has room; the rest wait here, longest expected
+first, so that an engine that finishes early takes work that nobody else has started. While more wait than engines have
+room for, siblings go to one engine, so that their prompt is read once (ledger.py). What fits at once is dealt out in
+turn: siblings are alike in length, and nothing could even engines out later. Dispatch costs O(log engines).
 
 An engine may join at any time. If all are lost, rollouts wait here for as long as one may come back (members.py). A
 group whose prompt seems to kill engines is dropped (ledger.py), and its prompt is not sampled again: the batch is
@@ -234,7 +235,8 @@ class Fleet:
             if load >= self._max_in_flight:
                 full.append(name)
                 break  # the least loaded engine is full
-            request = self.ledger.assign(name)
+            room = self._max_in_flight * len(self._mailboxes) - self.ledger.num_assigned
+            request = self.ledger.assign(name, together=self.ledger.num_pending > room)
             if request is None:
                 full.append(name)
                 continue

@@ -1,32 +1,35 @@
 """Leases of idle engines' devices to drafter training, and their recall: pure logic without a clock of its own.
 
-                              ┌───────────────────────────── work ──────────────────────────────┐
-    BUSY ──drained──▶ IDLE ──settled──▶ DOZING ──slept──▶ ASLEEP ──ready──▶ LEASED              │
-     ▲                 ▲   (sleep)         │   (offer)      │     (lease)     │ work, phase end, │
-     │                 │              work, phase end   work, phase end       │ lease over       │
-     │                 │                   ▼                │                 ▼ (recall)         │
-     │                 │                ROUSED ──slept──┐   │ (wake)       RECALLED              │
-     │                 │                         (wake) ▼   ▼                 │ stopped, crashed,│
-     └───── awake, if rollouts wait ───────────────── WAKING ◀──── (wake) ────┘ grace over (kill)┘
-                       └──── awake, if none do ─────────┘
+    BUSY ──drained──▶ IDLE ──settled──▶ DOZING ──slept──▶ LEASED ──────┐ work, phase end, lease over
+     ▲                 ▲     (sleep)       │     (lease)    │           ▼ (recall)
+     │                 │            work, phase end    crashed      RECALLED
+     │                 │                   ▼       (wake, replace)     │ stopped (wake),
+     │                 │                ROUSED              │          │ crashed (wake, replace)
+     │                 │                   │ slept (wake)   ▼          │
+     │                 │                   └───────────▶ WAKING ◀──────┘
+     │                 └─────── awake, if none do ──────────┤
+     └───── awake, if rollouts wait ────────────────────────┘
     every state ──lost (kill)──▶ LOST ──joined (replace)──▶ IDLE
 
-A slot is one engine's device with the engine and a training worker, which holds the device while it is leased. What
-follows from which event is one table, `TABLE`; slots.py carries out the actions that it answers and reports what
-comes of them. Three rules are in the table, and tests go through all of it for them:
+A slot is one engine's device with the engine and a training worker, which runs while it has a lease and at no other
+time. What follows from which event is one table, `TABLE`; slots.py carries out the actions that it answers and reports
+what comes of them. Four rules are in the table and in `Leases`, and tests go through all of it for them:
 
-- Rollouts wait for no trainer. From every state an engine with work gets back to BUSY by its own answers and the clock
-  alone: a worker that does not let go within `grace_s` is killed. It writes nothing before it lets go.
+- Rollouts wait for no trainer. From every state an engine with work gets back to BUSY by the answers of its own process
+  alone, which stops the worker with a signal. No answer has a deadline here: one that is late was held up on its way,
+  and nobody is killed for that.
 - A worker may die at any moment. It costs the slot's lease, never the engine or a rollout.
-- A worker's word counts only for the lease that it holds: what was sent before a kill may arrive in the middle of the
-  next lease.
+- A word about a worker counts only for the lease that it is about: it may arrive in the middle of the next.
+- A lease that takes longer to begin and to end than it leaves for training is not begun (`Leases._is_worth_it`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from statistics import median
 
 from paceline.config import LeaseConfig
 
@@ -40,10 +43,8 @@ class LeaseState(Enum):
     """The engine was told to sleep."""
     ROUSED = auto()
     """The engine was told to sleep, and is wanted again; it cannot be woken before it sleeps."""
-    ASLEEP = auto()
-    """Nobody holds the device: the worker was asked, or is being replaced."""
     LEASED = auto()
-    """The worker trains on the device."""
+    """The worker runs: it trains, or one that replaces another starts."""
     RECALLED = auto()
     """The worker was told to let go."""
     WAKING = auto()
@@ -65,29 +66,25 @@ class Event(Enum):
     """The engine is lost; the worker need not be."""
     JOINED = auto()
     """Another engine has taken its place; it has no worker yet."""
-    READY = auto()
-    """The worker could take the device."""
     STOPPED = auto()
-    """The worker has let go, as it was told or because there is nothing to train on."""
+    """The worker was stopped, as the engine's process says."""
     CRASHED = auto()
     """The worker's process has ended; reported once for each worker."""
 
 
 FROM_WORKER = frozenset({Event.STOPPED})
-"""Events that are about one lease and mean nothing in another. READY is about none; no worker outlives its crash."""
+"""Events that are about one lease and mean nothing in another."""
 
 
 class Action(Enum):
     SLEEP = auto()
     WAKE = auto()
-    OFFER = auto()
-    """Ask the worker whether it is ready. One that is being replaced says so when it is there."""
     LEASE = auto()
     RECALL = auto()
     KILL = auto()
     """End the worker; that is reported as any other crash."""
     REPLACE = auto()
-    """Start a new worker."""
+    """Make a new worker, which starts in its first lease."""
 
 
 Answer = tuple[LeaseState, tuple[Action, ...]]
@@ -108,19 +105,14 @@ def _table() -> dict[tuple[LeaseState, Event], Answer]:
         (LeaseState.IDLE, Event.TIME_UP): (LeaseState.DOZING, (Action.SLEEP,)),
         (LeaseState.DOZING, Event.WORK): (LeaseState.ROUSED, ()),
         (LeaseState.DOZING, Event.PHASE_END): (LeaseState.ROUSED, ()),
-        (LeaseState.DOZING, Event.SLEPT): (LeaseState.ASLEEP, (Action.OFFER,)),
+        (LeaseState.DOZING, Event.SLEPT): (LeaseState.LEASED, (Action.LEASE,)),
         (LeaseState.ROUSED, Event.SLEPT): (LeaseState.WAKING, (Action.WAKE,)),
-        (LeaseState.ASLEEP, Event.WORK): (LeaseState.WAKING, (Action.WAKE,)),
-        (LeaseState.ASLEEP, Event.PHASE_END): (LeaseState.WAKING, (Action.WAKE,)),
-        (LeaseState.ASLEEP, Event.READY): (LeaseState.LEASED, (Action.LEASE,)),
         (LeaseState.LEASED, Event.WORK): (LeaseState.RECALLED, (Action.RECALL,)),
         (LeaseState.LEASED, Event.PHASE_END): (LeaseState.RECALLED, (Action.RECALL,)),
         (LeaseState.LEASED, Event.TIME_UP): (LeaseState.RECALLED, (Action.RECALL,)),
-        (LeaseState.LEASED, Event.STOPPED): (LeaseState.WAKING, (Action.WAKE,)),
-        (LeaseState.LEASED, Event.CRASHED): (LeaseState.ASLEEP, (Action.REPLACE,)),
+        (LeaseState.LEASED, Event.CRASHED): (LeaseState.WAKING, (Action.WAKE, Action.REPLACE)),
         (LeaseState.RECALLED, Event.STOPPED): (LeaseState.WAKING, (Action.WAKE,)),
         (LeaseState.RECALLED, Event.CRASHED): (LeaseState.WAKING, (Action.WAKE, Action.REPLACE)),
-        (LeaseState.RECALLED, Event.TIME_UP): (LeaseState.WAKING, (Action.KILL, Action.WAKE)),
         (LeaseState.LOST, Event.JOINED): (LeaseState.IDLE, (Action.REPLACE,)),
         (LeaseState.WAKING, Event.AWAKE): (LeaseState.IDLE, ()),  # BUSY if rollouts wait: `Slot` knows
     }
@@ -128,6 +120,13 @@ def _table() -> dict[tuple[LeaseState, Event], Answer]:
 
 
 TABLE = _table()
+_REMEMBERED = 8
+"""Idle times, and leases, by which the next ones are judged."""
+_ON_THE_WAY = (LeaseState.DOZING, LeaseState.ROUSED, LeaseState.RECALLED, LeaseState.WAKING)
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=_REMEMBERED)
 
 
 @dataclass(slots=True)
@@ -139,6 +138,16 @@ class Slot:
     lease: int = 0
     """Number of the present or last lease."""
     since_s: float = 0.0
+    retired: bool = False
+    """It has no worker, and gets none."""
+    idle_s: float = 0.0
+    """Length of the present idle time so far."""
+    way_s: float = 0.0
+    """Time that its present or last lease took to begin and to end."""
+    idle_times_s: deque[float] = field(default_factory=_recent)
+    way_times_s: deque[float] = field(default_factory=_recent)
+    num_passed: int = 0
+    """Idle times in a row without a lease."""
 
     def on(self, event: Event, lease: int | None = None) -> tuple[Action, ...]:
         if event in FROM_WORKER and lease != self.lease:
@@ -158,15 +167,21 @@ class Slot:
 class Account:
     """Where the idle time of engines went, in seconds."""
 
+    idle_s: float = 0.0
+    """Time without rollouts in an open phase."""
     leasable_s: float = 0.0
-    """Time without rollouts in an open phase while training was wanted, whatever the slot was doing."""
+    """That of it in which training was wanted, whatever the slot was doing."""
     leased_s: float = 0.0
     training_s: float = 0.0
     """Time inside micro-batches, as workers report it."""
     num_leases: int = 0
     num_recalls: int = 0
-    num_kills: int = 0
     num_crashes: int = 0
+    """Workers that ended before the run did, whoever ended them."""
+    unleased_cpu_s: float = 0.0
+    """CPU time that workers have used without a lease, as the owners of their processes report it."""
+    stall_s: float = 0.0
+    """Time for which rollouts waited for their engine, or the run for the end of leases."""
     recall_s: list[float] = field(default_factory=list)
     """Times from rollouts for an engine that was not awake until it was; whoever reports them takes them out."""
 
@@ -178,8 +193,10 @@ Order = tuple[str, Action]
 class Leases:
     """All slots of a fleet, their timers and their account. The caller passes its clock in, and calls `due` in time."""
 
-    def __init__(self, engines: Sequence[str], config: LeaseConfig) -> None:
+    def __init__(self, engines: Sequence[str], config: LeaseConfig, *, choosy: bool = True) -> None:
+        """One that is not `choosy` begins every lease: whoever opens the phase waits for them."""
         self._config = config
+        self._choosy = choosy
         self._slots = {engine: Slot() for engine in engines}
         self._wanted_since_s: dict[str, float] = {}
         self._now_s = 0.0
@@ -193,6 +210,10 @@ class Leases:
     def lease(self, engine: str) -> int:
         """Number of its present or last lease, for the worker to sign its reports with."""
         return self._slots[engine].lease
+
+    def retire(self, engine: str) -> None:
+        """No lease of this slot begins any more, until another engine takes it."""
+        self._slots[engine].retired = True
 
     def announce(
         self,
@@ -215,6 +236,8 @@ class Leases:
         for engine in after - before:
             if self._slots[engine].state is LeaseState.IDLE:
                 self._slots[engine].since_s = now_s
+        for engine in before - after:
+            self._end_idle_time(self._slots[engine])
         return [
             order
             for engine in self._slots
@@ -229,6 +252,10 @@ class Leases:
         before = slot.state
         if event is Event.LOST:
             self._wanted_since_s.pop(engine, None)
+        elif event is Event.JOINED:
+            slot.retired = False
+        elif event is Event.WORK:
+            self._end_idle_time(slot)
         actions = slot.on(event, lease)
         self._count(engine, event, before, actions, now_s)
         if slot.state is not before:
@@ -247,35 +274,58 @@ class Leases:
     def _due_s(self, engine: str) -> float | None:
         slot = self._slots[engine]
         match slot.state:
-            case LeaseState.IDLE:
-                return slot.since_s + self._config.settle_s if self._on(engine) else None
+            case LeaseState.IDLE if self._on(engine) and not slot.retired and self._is_worth_it(slot):
+                return slot.since_s + self._config.settle_s
             case LeaseState.LEASED:
                 return slot.since_s + self._config.lease_s
-            case LeaseState.RECALLED:
-                return slot.since_s + self._config.grace_s
             case _:
                 return None
 
     def _on(self, engine: str) -> bool:
         return engine in self._open and self.training_wanted
 
+    def _is_worth_it(self, slot: Slot) -> bool:
+        """Whether a lease would leave at least as much time for training as it takes to begin and to end, by the
+        slot's last idle times and leases. How long a slice takes does not matter: it goes on in the next lease."""
+        if not self._choosy or not slot.idle_times_s or not slot.way_times_s:
+            return True
+        return median(slot.idle_times_s) - self._config.settle_s >= 2 * median(slot.way_times_s)
+
+    def _end_idle_time(self, slot: Slot) -> None:
+        """Remember how long the slot was idle, unless that was a moment between two rollouts."""
+        if slot.idle_s > self._config.settle_s:
+            slot.idle_times_s.append(slot.idle_s)
+            slot.num_passed = slot.num_passed + 1 if slot.state is LeaseState.IDLE else 0
+            if slot.num_passed == _REMEMBERED:
+                slot.way_times_s.clear()  # what was measured has grown old: the next lease measures it again
+        slot.idle_s = 0.0
+
     def _pass_time(self, now_s: float) -> None:
         """Book the time since the last event, in which no slot changed."""
         passed_s, self._now_s = now_s - self._now_s, now_s
         for engine, slot in self._slots.items():
-            if slot.state is LeaseState.LOST or slot.has_work or not self._on(engine):
+            slot.way_s += passed_s if slot.state in _ON_THE_WAY else 0.0
+            if slot.state is LeaseState.LOST or slot.has_work or engine not in self._open:
                 continue
+            self.account.idle_s += passed_s
+            if not self.training_wanted:
+                continue
+            slot.idle_s += passed_s
             self.account.leasable_s += passed_s
             if slot.state is LeaseState.LEASED:
                 self.account.leased_s += passed_s
 
     def _count(self, engine: str, event: Event, before: LeaseState, actions: Sequence[Action], now_s: float) -> None:
-        account, after = self.account, self._slots[engine].state
+        account, slot = self.account, self._slots[engine]
+        after = slot.state
         account.num_leases += Action.LEASE in actions
         account.num_recalls += Action.RECALL in actions
-        account.num_kills += Action.KILL in actions and after is not LeaseState.LOST
         account.num_crashes += event is Event.CRASHED
+        if event is Event.AWAKE and before is LeaseState.WAKING:
+            slot.way_times_s.append(slot.way_s)
+            slot.way_s = 0.0
         if event is Event.WORK and after is not LeaseState.BUSY:
             self._wanted_since_s.setdefault(engine, now_s)
         elif after is LeaseState.BUSY and before is not LeaseState.BUSY and engine in self._wanted_since_s:
             account.recall_s.append(now_s - self._wanted_since_s.pop(engine))
+            account.stall_s += account.recall_s[-1]

@@ -4,6 +4,10 @@ A rollout's identity is (group_id, index). It is pending, assigned to one engine
 gives its unfinished rollouts back to the queue; what it delivers afterwards is not taken (it may have been sampled
 from a half-written policy, and its rollouts are assigned elsewhere by then). Pure logic: no clock, no I/O, no engine.
 
+Siblings share a prompt, and the engine that has read it for one has it for the others. So where rollouts are assigned
+`together`, an engine goes on with the group that it has begun, then begins one that nobody has, and only where there is
+none takes part in another's. Otherwise siblings are dealt out in turn.
+
 A prompt may kill every engine that it comes to, and an engine takes dozens of innocent rollouts with it. So a rollout
 that was on `MAX_LOSSES` lost engines is a suspect: suspects go out last, and an engine has one at a time. If it loses
 that engine too, it is the likely cause, and its group is dropped.
@@ -12,6 +16,7 @@ that engine too, it is the likely cause, and its group is dropped.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,10 +30,17 @@ MAX_LOSSES = 2
 
 @dataclass(slots=True)
 class _OpenGroup:
+    group_id: int
     prompt: Prompt
+    rank: tuple[int, float]
+    """Batch, and expected length with a minus: what is less goes first."""
+    pending: deque[RolloutRequest]
+    """Without suspects."""
     rollouts: list[Rollout | None]
     num_missing: int
     has_begun: bool = False
+    is_taken: bool = False
+    """An engine goes on with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +58,27 @@ class Dropped:
 
 @dataclass(slots=True)
 class Ledger:
-    """Pending rollouts leave in order of (batch, longest expected first, age), suspects after all others."""
+    """Groups leave in order of (batch, longest expected first, age), suspects after all others."""
 
     num_duplicates: int = 0
     """Deliveries that were not taken: of a rollout that was done, or from an engine that it was not assigned to."""
     num_redispatched: int = 0
     _groups: dict[int, _OpenGroup] = field(default_factory=dict)
-    _pending: list[tuple[int, float, int, RolloutRequest]] = field(default_factory=list)
-    _suspects: list[tuple[int, float, int, RolloutRequest]] = field(default_factory=list)
-    _assigned: dict[Key, tuple[str, int, float, RolloutRequest]] = field(default_factory=dict)
+    _free: list[tuple[tuple[int, float], int, int]] = field(default_factory=list)
+    """Rank, age and number of groups that no engine goes on with. Here and below an entry may be of the past."""
+    _taken: list[tuple[tuple[int, float], int, int]] = field(default_factory=list)
+    _group_of: dict[str, int] = field(default_factory=dict)
+    """The group that each engine goes on with."""
+    _num_pending: int = 0
+    _suspects: list[tuple[tuple[int, float], int, RolloutRequest]] = field(default_factory=list)
+    _assigned: dict[Key, tuple[str, RolloutRequest]] = field(default_factory=dict)
     _by_engine: dict[str, set[Key]] = field(default_factory=dict)
     _losses: dict[Key, int] = field(default_factory=dict)
     _age: int = 0
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending) + len(self._suspects)
+        return self._num_pending + len(self._suspects)
 
     @property
     def num_assigned(self) -> int:
@@ -72,17 +89,24 @@ class Ledger:
         group_id = requests[0].group_id
         assert group_id not in self._groups, f"group {group_id} is open"
         assert [r.key for r in requests] == [(group_id, i) for i in range(len(requests))], "indices count from 0"
-        self._groups[group_id] = _OpenGroup(prompt, [None] * len(requests), len(requests))
-        for request in requests:
-            self._push(batch, -expected_length, request)
+        self._groups[group_id] = group = _OpenGroup(
+            group_id, prompt, (batch, -expected_length), deque(requests), [None] * len(requests), len(requests)
+        )
+        self._num_pending += len(requests)
+        self._set_free(group)
 
-    def assign(self, engine: str) -> RolloutRequest | None:
-        """Hand the first pending rollout to an engine; None if only suspects are pending and it has one already."""
-        if not self._pending and self._suspect_on(engine) is not None:
+    def assign(self, engine: str, *, together: bool) -> RolloutRequest | None:
+        """Hand a pending rollout to an engine; None if only suspects are pending and it has one already."""
+        if (group := self._next_for(engine, together)) is not None:
+            request = group.pending.popleft()
+            self._num_pending -= 1
+        elif self._suspect_on(engine) is None:
+            _, _, request = heapq.heappop(self._suspects)
+            group = self._groups[request.group_id]
+        else:
             return None
-        batch, priority, _, request = heapq.heappop(self._pending or self._suspects)
-        self._groups[request.group_id].has_begun = True
-        self._assigned[request.key] = (engine, batch, priority, request)
+        group.has_begun = True
+        self._assigned[request.key] = (engine, request)
         self._by_engine.setdefault(engine, set()).add(request.key)
         return request
 
@@ -123,10 +147,11 @@ class Ledger:
         suspect = self._suspect_on(engine)
         dropped = None if suspect is None else self.drop(suspect[0])
         keys = sorted(self._by_engine.pop(engine, ()))
+        self._group_of.pop(engine, None)
         for key in keys:
-            _, batch, priority, request = self._assigned.pop(key)
+            _, request = self._assigned.pop(key)
             self._losses[key] = self._losses.get(key, 0) + 1
-            self._push(batch, priority, request)
+            self._give_back(self._groups[key[0]], request)
         self.num_redispatched += len(keys)
         return len(keys), dropped
 
@@ -139,9 +164,9 @@ class Ledger:
             if assignment := self._assigned.pop((group_id, index), None):
                 self._by_engine[assignment[0]].remove((group_id, index))
                 assigned.setdefault(assignment[0], []).append((group_id, index))
-        for queue in (self._pending, self._suspects):
-            queue[:] = [entry for entry in queue if entry[-1].group_id != group_id]
-            heapq.heapify(queue)
+        self._num_pending -= len(group.pending)
+        self._suspects = [entry for entry in self._suspects if entry[-1].group_id != group_id]
+        heapq.heapify(self._suspects)
         return Dropped(
             group_id=group_id,
             prompt=group.prompt,
@@ -154,7 +179,43 @@ class Ledger:
         keys = self._by_engine.get(engine, ())
         return next((key for key in keys if self._losses.get(key, 0) >= MAX_LOSSES), None) if self._losses else None
 
-    def _push(self, batch: int, priority: float, request: RolloutRequest) -> None:
+    def _next_for(self, engine: str, together: bool) -> _OpenGroup | None:
+        """The group that an engine takes its next rollout from. Older batches go first in any case."""
+        own = self._groups.get(self._group_of.get(engine, -1))
+        free, taken = self._first(self._free, is_taken=False), self._first(self._taken, is_taken=True)
+        others = [group for group in (free, taken) if group is not None]
+        oldest = min((group.rank[0] for group in others), default=None)
+        if together and own is not None and own.pending and (oldest is None or own.rank[0] <= oldest):
+            return own
+        chosen = next((group for group in others if group.rank[0] == oldest), None)
+        if together and chosen is not None:
+            self._group_of[engine] = chosen.group_id
+            if not chosen.is_taken:
+                chosen.is_taken = True
+                self._enter(self._taken, chosen)
+        return chosen
+
+    def _first(self, queue: list[tuple[tuple[int, float], int, int]], *, is_taken: bool) -> _OpenGroup | None:
+        while queue:
+            group = self._groups.get(queue[0][-1])
+            if group is not None and group.pending and group.is_taken == is_taken:
+                return group
+            heapq.heappop(queue)
+        return None
+
+    def _set_free(self, group: _OpenGroup) -> None:
+        group.is_taken = False
+        self._enter(self._free, group)
+
+    def _enter(self, queue: list[tuple[tuple[int, float], int, int]], group: _OpenGroup) -> None:
         self._age += 1
-        suspected = self._losses.get(request.key, 0) >= MAX_LOSSES
-        heapq.heappush(self._suspects if suspected else self._pending, (batch, priority, self._age, request))
+        heapq.heappush(queue, (group.rank, self._age, group.group_id))
+
+    def _give_back(self, group: _OpenGroup, request: RolloutRequest) -> None:
+        if self._losses[request.key] >= MAX_LOSSES:
+            self._age += 1
+            heapq.heappush(self._suspects, (group.rank, self._age, request))
+            return
+        group.pending.append(request)
+        self._num_pending += 1
+        self._set_free(group)

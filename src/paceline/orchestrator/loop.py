@@ -4,8 +4,8 @@
              open      wait for      rewards,     learner's    one       new policy version
              groups    groups        advantages   own logp,    update    to every engine
                │          ▲                       correction,  unless the guard says to push again
-               └─ intake ─┘                       guard
-                  fleet
+               └─ intake ─┘                       guard;
+                  fleet                           gradients, if the update is one optimizer step
 
 Synchronous (`run.max_age` 0) and asynchronous training are this same code (intake.py says which groups are open and
 which the learner takes); a sync pauses engines, so in the latter it comes in the middle of rollouts, which then carry
@@ -158,7 +158,8 @@ class _Run:
             self.journal.event("update_skipped", why="every group has equal rewards, or one that failed")
             return
         with stage("logprob"):
-            samples, decision = await self.mismatch.judge(samples, await learner.logp(samples), version=self.version)
+            logp = await learner.logp(samples, correction=self.mismatch.correction)
+            samples, decision = await self.mismatch.judge(samples, logp, version=self.version)
         if decision.update:
             with stage("train"):
                 for key, value in (await learner.update(samples)).items():

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config import Config
+from paceline.config import Config, CorrectionConfig
 from paceline.learner.batch import draw
 from paceline.learner.correction import Ratios, correct, diagnose, drawn_by, gaps_by_engine, histogram, worst_tokens
 from paceline.learner.guard import GuardDecision, GuardState, Rung, decide, least_correction, save_batch
@@ -53,6 +53,12 @@ class MismatchMonitor:
     def raised(self) -> bool:
         """Whether the engines should be in full precision."""
         return self._state.raised
+
+    @property
+    def correction(self) -> CorrectionConfig:
+        """How the next samples will be corrected, unless they make the guard take another rung."""
+        acting = self._config.guard.mode == "act"
+        return least_correction(self._config.correction, self._rung if acting else Rung.OBSERVE)
 
     def state(self) -> dict[str, Any]:
         return {"guard": asdict(self._state), "rung": self._rung}

@@ -6,14 +6,14 @@
 
 A slot is an engine's device together with the engine and the trainer that take turns on it; it has the name of the
 engine's place (members.py), and an engine that takes the place of a lost one takes its slot. Whatever fails here is
-counted. A failure of a trainer costs its training; an engine that fails to sleep or to wake is lost, because nobody
-knows what it does, and rollouts that wait for it would wait for ever.
+counted. A failure of a trainer costs its training; an engine that fails to sleep, to stop its trainer or to wake is
+lost, because nobody knows what it does, and rollouts that wait for it would wait for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -28,7 +28,8 @@ _MAX_CRASHES = 3
 _WAKE_DEADLINE_S = 300.0
 """An engine that has not come back from sleep or from its trainer by then is lost; every call on the way to it has a
 shorter deadline of its own."""
-_AWAKE = (LeaseState.BUSY, LeaseState.IDLE, LeaseState.LOST)
+_AWAKE = frozenset({LeaseState.BUSY, LeaseState.IDLE, LeaseState.LOST})
+_UNLEASED = frozenset(LeaseState) - {LeaseState.LEASED, LeaseState.RECALLED}
 _SPANS = {
     LeaseState.BUSY: "generate",
     LeaseState.LEASED: "train",
@@ -44,16 +45,17 @@ Span = tuple[str, str, float, float]
 class Trainer(Protocol):
     """The training process beside one engine. Calls raise EngineLostError when the slot is gone, engine and all."""
 
-    async def start(self) -> None: ...
-
-    async def ready(self) -> bool:
-        """Wait until it could train; False if it ended before."""
+    async def start(self, *, awaited: bool) -> None:
+        """Make a new process. One that is awaited could train when this returns, or has ended; another one runs in its
+        leases only, from its first instruction on."""
         ...
 
-    async def lease(self) -> None: ...
+    async def lease(self) -> float:
+        """Let it run; returns the CPU seconds that it has used since its last lease."""
+        ...
 
     async def recall(self) -> None:
-        """Returns when it holds nothing that the engine needs."""
+        """Stop it in the middle of what it does; it goes on there in its next lease."""
         ...
 
     async def kill(self) -> None: ...
@@ -66,12 +68,14 @@ class Trainer(Protocol):
 class Slots:
     """All slots of a run. `running` is their lifetime."""
 
-    def __init__(self, members: Members, trainers: Sequence[Trainer], config: LeaseConfig) -> None:
+    def __init__(
+        self, members: Members, trainers: Sequence[Trainer], config: LeaseConfig, *, choosy: bool = True
+    ) -> None:
         self._members = members
         self._engines = {place_of(engine.name): engine for engine in members.engines}
         """The present or last engine of each slot."""
         self._trainers = dict(zip(self._engines, trainers, strict=True))
-        self._leases = Leases(list(self._engines), config)
+        self._leases = Leases(list(self._engines), config, choosy=choosy)
         self._crashes = dict.fromkeys(self._engines, 0)
         self._told: set[str] = set()
         self.num_failures = 0
@@ -98,8 +102,8 @@ class Slots:
         self._journal = journal
         self._span_began = dict.fromkeys(self._engines, ("idle", _now_s()))
         self._spawn(self._keep_time())
-        # Before the run begins: in it, a trainer that is starting gets only what nobody else wants.
-        await asyncio.gather(*(self._start(engine) for engine in self._engines))
+        # Before the run begins: in it, a trainer starts in its leases.
+        await asyncio.gather(*(self._start(engine, awaited=True) for engine in self._engines))
         try:
             yield
         finally:
@@ -116,13 +120,13 @@ class Slots:
 
     async def awake(self, engine: str) -> None:
         """Wait until the engine can take rollouts, or is lost."""
-        slot = place_of(engine)
-        if self._leases.state(slot) in _AWAKE:
-            return
+        await self._until(place_of(engine), _AWAKE)
+
+    async def _until(self, slot: str, states: Collection[LeaseState]) -> None:
         name = self._engines[slot].name
         try:
             async with asyncio.timeout(_WAKE_DEADLINE_S):
-                while self._leases.state(slot) not in _AWAKE:
+                while self._leases.state(slot) not in states:
                     await self._changed.wait()
         except TimeoutError:
             why = f"was not awake {_WAKE_DEADLINE_S:.0f} s after it was called back from drafter training"
@@ -139,11 +143,14 @@ class Slots:
         """From now on slots without rollouts may be leased."""
         self._carry_out_all(self._leases.announce(now_s=_now_s(), phase_open=True, training_wanted=training_wanted))
 
-    async def recall(self, engines: Sequence[str]) -> None:
-        """End the leases of these engines; returns when all of them are awake."""
-        self._carry_out_all(self._leases.announce(now_s=_now_s(), phase_open=False, engines=engines))
+    async def recall(self, engines: Sequence[str], *, awake: bool) -> None:
+        """End the leases of these engines; returns when none of their trainers runs, or when all of them are
+        `awake`."""
+        began_s = _now_s()
+        self._carry_out_all(self._leases.announce(now_s=began_s, phase_open=False, engines=engines))
         for engine in engines:
-            await self.awake(engine)
+            await self._until(engine, _AWAKE if awake else _UNLEASED)
+        self.account.stall_s += _now_s() - began_s
 
     def forgive_crashes(self) -> None:
         """Training works: crashes so far do not count against a slot any more."""
@@ -190,14 +197,10 @@ class Slots:
                 case Action.WAKE:
                     await member.wake()
                     self._event_of(member, Event.AWAKE)
-                case Action.OFFER:
-                    if await trainer.ready():
-                        self._event_of(member, Event.READY)
                 case Action.REPLACE:
-                    if await self._replace(engine):
-                        self._event(engine, Event.READY)
+                    await self._replace(engine)
                 case Action.LEASE:
-                    await trainer.lease()
+                    self.account.unleased_cpu_s += await trainer.lease()
                 case Action.RECALL:
                     await trainer.recall()
                     self._event(engine, Event.STOPPED, lease=lease)
@@ -205,30 +208,30 @@ class Slots:
                     await trainer.kill()
         except EngineLostError as lost:
             self._members.lose(member.name, lost.why)
-        except Exception as error:  # noqa: BLE001  counted; the leases' timers go on without a trainer's answer
+        except Exception as error:  # noqa: BLE001  counted; a lease that did not begin ends like any other
             self._failed(action.name.lower(), error)
-            if action in (Action.SLEEP, Action.WAKE):
+            if action in (Action.SLEEP, Action.RECALL, Action.WAKE):
                 self._members.lose(member.name, f"{action.name.lower()} failed: {error!r}")
 
-    async def _start(self, engine: str) -> bool:
-        """Whether the slot has a trainer that could train; its end, whenever it comes, is looked after."""
+    async def _start(self, engine: str, *, awaited: bool) -> None:
+        """Give the slot a trainer, whose end, whenever it comes, is looked after."""
         member = self._engines[engine]
         try:
-            await self._trainers[engine].start()
+            await self._trainers[engine].start(awaited=awaited)
             self._spawn(self._await_end(engine))
-            return await self._trainers[engine].ready()
         except EngineLostError as lost:
             self._members.lose(member.name, lost.why)
         except Exception as error:  # noqa: BLE001  counted; the slot has no trainer
             self._failed("start", error)
-        return False
+            self._leases.retire(engine)
 
-    async def _replace(self, engine: str) -> bool:
+    async def _replace(self, engine: str) -> None:
         self._crashes[engine] += 1
-        if self._crashes[engine] > _MAX_CRASHES:
+        if self._crashes[engine] <= _MAX_CRASHES:
+            await self._start(engine, awaited=False)
+        else:
             self._journal.event("trainer_given_up", engine=engine, crashes=self._crashes[engine])
-            return False
-        return await self._start(engine)
+            self._leases.retire(engine)
 
     async def _await_end(self, engine: str) -> None:
         member = self._engines[engine]

@@ -23,7 +23,6 @@ from paceline.types import Receipt
 
 ROUND_TOKENS = 1_000_000
 """Tokens trained on before a drafter of a policy with billions of parameters is judged."""
-GRACE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -121,15 +120,13 @@ class SimulatedTrainer:
     leased_at_s: float | None = None
     end: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def start(self) -> None:
+    async def start(self, *, awaited: bool) -> None:
         return
 
-    async def ready(self) -> bool:
-        return True
-
-    async def lease(self) -> None:
+    async def lease(self) -> float:
         self.leased_at_s = asyncio.get_running_loop().time()
         self.store.judge()
+        return 0.0
 
     async def recall(self) -> None:
         if self.leased_at_s is None:
@@ -174,7 +171,7 @@ def idle_training(
 
     def start(members: Members, engines: Sequence[BatchingEngine]) -> OnlineDrafterTraining:
         store = MemoryStore(lambda number: after if number else before)
-        lease = LeaseConfig(grace_s=GRACE_S, lease_s=600)
+        lease = LeaseConfig(lease_s=600)
         config = DrafterTrainingConfig(mode="idle", when="always", round_tokens=ROUND_TOKENS, lease=lease)
         trainers = [SimulatedTrainer(store, tokens_per_s) for _ in engines]
         sender = _DrafterWire(engines, trained)

@@ -194,7 +194,7 @@ class SimulatedLearner:
 
     seconds_per_token: float = 0.0
 
-    async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
+    async def logp(self, samples: Sequence[Sample], *, correction: Any = None) -> Sequence[Floats]:
         await asyncio.sleep(self.seconds_per_token / 3 * sum(len(sample.token_ids) for sample in samples))
         return [sample.logp for sample in samples]
 

@@ -59,6 +59,9 @@ def engine_args(
         enable_sleep_mode=not cpu,
         # The rollouts of a group share their prompt. What was cached changes how the rest is computed, in the last bit.
         enable_prefix_caching=not config.deterministic,
+        # Only whole blocks are shared, and vLLM's 128 tokens on the CPU are more than many prompts have. Its kernels
+        # for the CPU want multiples of 32.
+        block_size=32 if cpu else None,
         # On the CPU, vLLM 0.32 dies ("CPU Generator does not use offset") when the prefill of a seeded request is cut
         # in two.
         enable_chunked_prefill=not cpu,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
 from paceline.rollout.arguments import end_tokens, engine_args, sampling_params, set_environment
+from paceline.rollout.internals.scheduler import limit_requests
 from paceline.selector.cost import Step
 from paceline.types import PacelineError, RolloutRequest
 
@@ -44,7 +45,8 @@ class SteppedBatch:
     """When each request finished, counted in seconds of this engine's steps, in the order of the requests."""
     token_ids: list[list[int]]
     step_s: list[tuple[int, float]]
-    """Requests in flight and seconds of every engine step, as this side of the engine sees them."""
+    """Requests that ran, without those that wait, and seconds of every engine step, as this side of the engine sees
+    them."""
     steps: list[Step]
     """What the scheduler saw of them, with the seconds of `step_s`; empty for an engine without speculation."""
     figures: dict[str, float]
@@ -76,6 +78,10 @@ class Order:
     name: str = ""
     to_the_end: bool = False
     """Every request runs to its max_tokens, whatever it samples, so that all arms do the same work."""
+    most_active: int | None = None
+    """Requests that run at once while others wait; None for as many as the engine was built for."""
+    forget_prefixes: bool = False
+    """Begin without cached prefixes, as after a weight sync."""
 
 
 class SteppedEngine:
@@ -146,18 +152,19 @@ def stepped_engine(
         engine.close()
 
 
-def lockstep(orders: Sequence[tuple[SteppedEngine, Order]]) -> list[SteppedBatch]:
+def lockstep(orders: Sequence[tuple[SteppedEngine, Order]], part: float = _SLICE) -> list[SteppedBatch]:
     """Batches on several engines at once. Always that engine runs whose batch has come least far, for a slice of its
     batch: what slows the machine down for some seconds slows all arms, in the same part of their batch. Slices are of
-    many steps, because the first ones find the caches cold, as they never do in an engine that runs alone. Each counts
-    its own steps' seconds only."""
+    many steps, because the first ones find the caches cold, as they never do in an engine that runs alone; where a step
+    reads far more than caches hold, a smaller `part` of the batch serves better. Each counts its own steps' seconds
+    only."""
     for engine, order in orders:
         engine.begin(order)
     done: dict[int, SteppedBatch] = {}
     progress = dict.fromkeys(range(len(orders)), 0.0)
     while progress:
         number = min(progress, key=progress.__getitem__)
-        until = progress[number] + _SLICE
+        until = progress[number] + part
         while number in progress and progress[number] < until:
             answer = orders[number][0].turn()
             if isinstance(answer, SteppedBatch):
@@ -201,7 +208,12 @@ def _run(
 ) -> SteppedBatch:
     from vllm.inputs.engine import tokens_input
 
-    recording = _install(_scheduler(llm), order, selectors) if order.selector is not None else None
+    scheduler = _scheduler(llm)
+    most_active = order.most_active or scheduler.scheduler_config.max_num_seqs
+    limit_requests(scheduler, most_active)
+    if order.forget_prefixes:
+        assert llm.reset_prefix_cache(), "vLLM keeps prefixes that are in use, and no request is in flight here"
+    recording = _install(scheduler, order, selectors) if order.selector is not None else None
     engine = llm.llm_engine
     for number, request in enumerate(order.requests):
         params = sampling_params(request, [] if order.to_the_end else stop_token_ids)
@@ -213,7 +225,7 @@ def _run(
     passed_s = 0.0
     most_tokens, num_tokens = sum(request.max_tokens for request in order.requests), 0
     while in_flight := engine.get_num_unfinished_requests():
-        there = num_tokens + sum(request.num_output_tokens for request in _scheduler(llm).running)
+        there = num_tokens + sum(request.num_output_tokens for request in scheduler.running)
         pipe.send(
             Turn(
                 share=there / most_tokens,
@@ -227,7 +239,7 @@ def _run(
         before_s = time.perf_counter()
         outputs = engine.step()
         seconds = time.perf_counter() - before_s
-        step_s.append((in_flight, seconds))
+        step_s.append((min(in_flight, most_active), seconds))
         passed_s += seconds
         if recording is not None:
             recording.take(seconds)

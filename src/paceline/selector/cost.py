@@ -77,6 +77,9 @@ SURPRISE = 4.0
 """Standard deviations between the short and the long memory at which the long one is given up."""
 PRIOR_ACCEPTANCE = 0.5
 PRIOR_TRIALS = 2.0
+NEIGHBOUR_TRIALS = 8.0
+"""Weight of the position before in the estimate of a position, in requests. Few are still in the draft at its end, and
+four that all failed there once must not keep it from being tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,9 +233,17 @@ class Acceptance:
             self._asked[j] = LONG_MEMORY * self._asked[j] + requests
             self._proposed[j] = LONG_MEMORY * self._proposed[j] + proposed_at[j]
             survivors = float(accepted_at[j])
+        self._age(verified, short)
         if self._has_changed(verified):
             self._start_again(requests, accepted_at)
         self._is_fresh = False
+
+    def _age(self, first: int, short: float) -> None:
+        """Forget also what is known of positions that are not asked for: nothing else would ever correct it."""
+        for counts in (self._trials, self._accepted, self._asked, self._proposed):
+            counts[first:] = [LONG_MEMORY * count for count in counts[first:]]
+        for counts in (self._recent_trials, self._recent_accepted):
+            counts[first:] = [short * count for count in counts[first:]]
 
     def _start_again(self, requests: float, accepted_at: tuple[int, ...]) -> None:
         """Start from the last step alone: the short memory too is mostly of the time before the change."""
@@ -269,8 +280,9 @@ class Acceptance:
         h, survival, coverage, length, tokens = PRIOR_ACCEPTANCE, 1.0, 1.0, 1.0, 1.0
         conditional, log_variance, covered, lengths, num_tokens = [], [], [], [length], [tokens]
         for j in range(self.max_draft_length):
-            trials = self._trials[j] + PRIOR_TRIALS
-            h = min(max((self._accepted[j] + PRIOR_TRIALS * h) / trials, 1e-4), 1 - 1e-4)
+            prior = NEIGHBOUR_TRIALS if j else PRIOR_TRIALS
+            trials = self._trials[j] + prior
+            h = min(max((self._accepted[j] + prior * h) / trials, 1e-4), 1 - 1e-4)
             coverage = (self._proposed[j] + coverage) / (self._asked[j] + 1.0)
             survival *= h
             length += survival

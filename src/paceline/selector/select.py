@@ -26,9 +26,17 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.config import BanditSelector, FixedSelector, MeasuredSelector, SelectorConfig, TableSelector
+from paceline.config import (
+    BanditSelector,
+    FixedSelector,
+    MeasuredSelector,
+    SelectorConfig,
+    SimpleSelector,
+    TableSelector,
+)
 from paceline.selector.cost import CostModel, Outlook, Step
 from paceline.selector.cost_file import load_costs
+from paceline.selector.simple import Simple
 
 OPTIMISM, MOST_OPTIMISM, OPTIMISM_STEPS = 1.0, 3.0, 64
 """Standard deviations that are added to a draft length's rate when a probe is considered. One more for every 64 steps
@@ -78,6 +86,8 @@ def build_selector(config: SelectorConfig, *, max_draft_length: int, max_num_req
             )
         case BanditSelector():
             return Bandit(config, max_draft_length=max_draft_length, seed=seed)
+        case SimpleSelector():
+            return Simple(max_draft_length)
 
 
 class Measured:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import xxhash
 
-from paceline.files import create_owned, remove_orphaned
+from paceline.files import SEGMENT_PREFIX, SHARED_MEMORY, create_owned, sweep_segments
 from paceline.fp8 import WHOLE, KvScales, LayerStacker, Sharding
 from paceline.types import PacelineError, PushRefusedError
 from paceline.weights.fingerprint import (
@@ -36,8 +36,6 @@ from paceline.weights.fingerprint import (
 )
 from paceline.weights.message import Push, Target, TensorEntry, aligned, check_staged
 
-_SHM = Path("/dev/shm")  # noqa: S108  shared memory is the point; files in it are 0600 and have random names
-_PREFIX = "paceline-"
 # The segment grows by whole extents; a larger tensor gets an extent of its own.
 _EXTENT_BYTES = 16 * 1024 * 1024
 
@@ -46,7 +44,7 @@ class ShmSender:
     """Owns one segment per target. Only the rank that sends makes one; the other ranks take part in gathering."""
 
     def __init__(self) -> None:
-        sweep()
+        sweep_segments()
         self._segments: dict[Target, _Segment] = {}
         self._threads = ThreadPoolExecutor(hash_threads(), thread_name_prefix="paceline-stage")
 
@@ -101,14 +99,9 @@ class ShmSender:
         self._segments.clear()
 
 
-def sweep() -> list[str]:
-    """Remove segments whose owner was killed, which nobody else would; returns their names."""
-    return [path.name for path in _SHM.glob(f"{_PREFIX}*") if remove_orphaned(path)]
-
-
 def free_bytes() -> int:
     """Room that is left in shared memory."""
-    free = os.statvfs(_SHM)
+    free = os.statvfs(SHARED_MEMORY)
     return free.f_bavail * free.f_frsize
 
 
@@ -121,8 +114,8 @@ class _Segment:
     """A locked file in shared memory that grows by extents, each mapped and faulted in once."""
 
     def __init__(self, target: Target) -> None:
-        self.name = f"{_PREFIX}{os.getpid()}-{target}-{secrets.token_hex(8)}"
-        path = _SHM / self.name
+        self.name = f"{SEGMENT_PREFIX}{os.getpid()}-{target}-{secrets.token_hex(8)}"
+        path = SHARED_MEMORY / self.name
         self._descriptor = create_owned(path)
         self._finalizer = weakref.finalize(self, _remove, path, self._descriptor, os.getpid())
         self._extents: list[tuple[int, Bytes]] = []
@@ -161,8 +154,8 @@ class _Segment:
             os.posix_fallocate(self._descriptor, self._size, size)
         except OSError as error:
             raise PacelineError(
-                f"{_SHM}: {(self._size + size) / 1e9:.2f} GB needed for the weights, {free_bytes() / 1e9:.2f} GB left "
-                f"({error.strerror}); enlarge it (docker run --shm-size)"
+                f"{SHARED_MEMORY}: {(self._size + size) / 1e9:.2f} GB needed for the weights, "
+                f"{free_bytes() / 1e9:.2f} GB left ({error.strerror}); enlarge it (docker run --shm-size)"
             ) from error
         memory = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=self._size)
         self._extents.append((self._size, np.frombuffer(memory, np.uint8)))
@@ -209,12 +202,15 @@ class ShmReceiver:
 
 
 def _map_segment(name: str, size: int) -> torch.Tensor:
-    if not name.startswith(_PREFIX) or "/" in name:
-        raise PushRefusedError(f"segment {name!r}: must be a file in {_SHM} that begins with {_PREFIX!r}")
+    if not name.startswith(SEGMENT_PREFIX) or "/" in name:
+        raise PushRefusedError(
+            f"segment {name!r}: must be a file in {SHARED_MEMORY} that begins with {SEGMENT_PREFIX!r}"
+        )
     try:
-        descriptor = os.open(_SHM / name, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise PushRefusedError(f"segment {name}: {error.strerror}; sender and engine must share {_SHM}") from error
+        why = f"{error.strerror}; sender and engine must share {SHARED_MEMORY}"
+        raise PushRefusedError(f"segment {name}: {why}") from error
     try:
         length = os.fstat(descriptor).st_size
         if length < size:  # reading past the end of a file is SIGBUS, which no one can catch

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from paceline.config import Config, load_config
 from paceline.context import Context
-from paceline.measure import CpuTimes, Result, environment, middle
+from paceline.measure import CpuTimes, Result, environment, middle, paired
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
@@ -55,16 +55,17 @@ def run(*, context: Context, num_rollouts: int = 100_000, repetitions: int = 3) 
     for num_engines, values in costs.items():
         figures[f"us_per_rollout_{num_engines}"], spread[f"us_per_rollout_{num_engines}"] = middle(values)
     growth = [large / small for large, small in zip(costs[1024], costs[16], strict=True)]
-    figures["growth_16_to_1024"], spread["growth_16_to_1024"] = middle(growth)
+    ratio, interval, pairs = paired({"growth_16_to_1024": growth})
     return Result(
         name="control",
-        figures=figures,
-        spread=spread,
+        figures=figures | ratio,
+        spread=spread | interval,
         goals={"us_per_rollout_1024": ("<=", 200.0), "growth_16_to_1024": ("<=", 1.5)},
         environment=environment(config=config.model_dump(mode="json")),
         details={
             "rollouts": steps * group_size * prompts_per_step,
             "repetitions": repetitions,
+            "paired": pairs,
             "steal_share": CpuTimes.now().steal_share_since(before),
         },
     )

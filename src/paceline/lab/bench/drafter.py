@@ -20,40 +20,39 @@ pair to pair. It samples almost greedily and learns almost nothing, so that both
 Give way. A device is leased, and after a random moment its engine gets a request for one token.
 
     recall_p99_ms               from the request to the token, here in the driver
+
+As documented. The run that docs/speculation.md shows, with devices leased and not by turns (lending.py).
+
+    documented_kills, documented_step_ratio, documented_tokens_trained, lending_cost
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from paceline.cluster.placement import Cluster, start_cluster
+from paceline.cluster.placement import Cluster
 from paceline.config import Config, LearnedDrafter, load_config
 from paceline.context import Context
-from paceline.lab.arena.task import reward as arena_reward
 from paceline.lab.arena.workload import arena_task
-from paceline.measure import CpuTimes, Result, environment, middle
+from paceline.lab.bench.lending import Pair, measure_documented, pairs_of, parts_of, start_arena, train_by_turns
+from paceline.measure import CpuTimes, Result, environment, middle, paired
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.drafter_training import OnlineDrafterTraining
 from paceline.orchestrator.generate import generate_on_all
-from paceline.orchestrator.journal import Journal, Rewards
-from paceline.orchestrator.loop import Parts, train
-from paceline.orchestrator.online_drafter import OnlineDrafter
-from paceline.orchestrator.rewards import scorer
-from paceline.orchestrator.task import Task
+from paceline.orchestrator.journal import Journal
+from paceline.orchestrator.loop import train
 from paceline.sessions.draft import WarmStart, train_drafter
 from paceline.sessions.train import load_tokenizer, with_drafter
 from paceline.sessions.workloads import resolve_policy
-from paceline.types import Floats, Group, Learner, Prompt, RolloutRequest, Sample
+from paceline.types import Prompt, RolloutRequest
 
 DRAFT_LENGTH = 5
 TURNS = 4
@@ -113,19 +112,25 @@ def run(
                 )
         config = load_config(config_file, [*offline, *SAME_WORK, f"run.steps={2 * pairs}"])
         config = with_drafter(config, context)
-        paired, recall_s = asyncio.run(_cost(config, Path(scratch, "pairs.jsonl"), pairs, recalls, context))
+        steps_on_off, recall_s = asyncio.run(_cost(config, Path(scratch, "pairs.jsonl"), pairs, recalls, context))
+        documented = measure_documented(config_file, overrides, steps, Path(scratch), context)
+    figures, spread, by_pair = paired(
+        {
+            "online_over_frozen": ratios["online"],
+            "from_scratch_over_offline": ratios["from scratch"],
+            "step_time_ratio": [on["time/step"] / off["time/step"] for on, off in steps_on_off],
+            "makespan_ratio": [on["rollout/makespan_s"] / off["rollout/makespan_s"] for on, off in steps_on_off],
+        }
+    )
     measured = {
-        "online_over_frozen": middle(ratios["online"]),
-        "from_scratch_over_offline": middle(ratios["from scratch"]),
-        "step_time_ratio": middle([on["time/step"] / off["time/step"] for on, off in paired]),
-        "makespan_ratio": middle([on["rollout/makespan_s"] / off["rollout/makespan_s"] for on, off in paired]),
         "recall_p99_ms": (1000 * float(np.quantile(recall_s, 0.99)), 1000 * (max(recall_s) - min(recall_s))),
         "idle_used": middle(idle_used),
+        **documented.figures,
     }
     return Result(
         name="drafter",
-        figures={name: figure for name, (figure, _) in measured.items()},
-        spread={name: spread for name, (_, spread) in measured.items()},
+        figures=figures | {name: figure for name, (figure, _) in measured.items()},
+        spread=spread | {name: width for name, (_, width) in measured.items()},
         goals={
             "online_over_frozen": (">=", 1.2),
             "from_scratch_over_offline": (">=", 0.8),
@@ -133,15 +138,18 @@ def run(
             "makespan_ratio": ("<=", 1.01),
             "recall_p99_ms": ("<=", 150.0),
             "idle_used": (">=", 0.8),
+            **documented.goals,
         },
         environment=environment(seeds=seeds, config=config.model_dump(mode="json")),
         details={
             "accepted_length_by_step": curves,
-            "ratios_by_turn": ratios,
-            "pairs": len(paired),
-            "ratio_of_sums": sum(on["time/step"] for on, _ in paired) / sum(off["time/step"] for _, off in paired),
+            "paired": by_pair,
+            "pairs": len(steps_on_off),
+            "ratio_of_sums": sum(on["time/step"] for on, _ in steps_on_off)
+            / sum(off["time/step"] for _, off in steps_on_off),
             "recalls": len(recall_s),
             "recall_median_ms": 1000 * float(np.median(recall_s)),
+            "documented": documented.details,
             "steal_share": CpuTimes.now().steal_share_since(before),
         },
     )
@@ -175,9 +183,9 @@ def _untrained(out: Path, context: Context) -> Path:
 async def _drift(config: Config, metrics: Path, offline: Path, context: Context) -> list[tuple[float, float]]:
     """One run; then, by turns, accepted lengths of its drafter and of the offline one on the policy that it ended
     with."""
-    async with _cluster(config, context) as (cluster, task, score):
+    async with start_arena(config, context) as (cluster, task, score):
         recorder = Recorder(JsonlSink(metrics))
-        await train(_parts(cluster, task.prompts, score), config, recorder)
+        await train(parts_of(cluster, task.prompts, score), config, recorder)
         recorder.close()
         cluster.drafter.save(metrics.with_suffix(".drafter"))
         own, turns = metrics.with_suffix(".drafter") / "model.safetensors", []
@@ -207,31 +215,6 @@ async def _accepted_length(
     return 1 + sum(r.num_accepted for r in rollouts) / sum(r.num_verifications for r in rollouts)
 
 
-@asynccontextmanager
-async def _cluster(
-    config: Config, context: Context
-) -> AsyncIterator[tuple[Cluster, Task, Callable[[Sequence[Group]], Awaitable[Rewards]]]]:
-    model_path = resolve_policy(config.policy.model, context)
-    tokenizer = load_tokenizer(model_path)
-    task = arena_task(tokenizer, seed=config.run.seed, num_heldout=0)
-    async with start_cluster(config, model_path) as cluster:
-        yield cluster, task, scorer(arena_reward, tokenizer)
-
-
-def _parts(
-    cluster: Cluster, prompts: Iterator[Prompt], score: Callable[[Sequence[Group]], Awaitable[Rewards]]
-) -> Parts:
-    return Parts(
-        members=cluster.members,
-        learner=cluster.learner,
-        sender=cluster.sender,
-        prompts=prompts,
-        heldout=[],
-        score=score,
-        drafter=cluster.drafter,
-    )
-
-
 def _idle_used(records: dict[str, list[dict[str, Any]]]) -> float:
     """Over all steps; a device could be leased from the second on, when the buffer holds something."""
     total = {
@@ -241,72 +224,18 @@ def _idle_used(records: dict[str, list[dict[str, Any]]]) -> float:
     return total["training_s"] / total["leasable_s"]
 
 
-Pair = tuple[dict[str, float], dict[str, float]]
-
-
 async def _cost(
     config: Config, metrics: Path, pairs: int, recalls: int, context: Context
 ) -> tuple[list[Pair], list[float]]:
     recorder = Recorder(JsonlSink(metrics))
-    async with _cluster(config, context) as (cluster, task, score):
-        parts = _parts(cluster, _twice(task.prompts, config.rollout.prompts_per_step), score)
-        turns = _Turns(parts.drafter)
+    async with start_arena(config, context) as (cluster, task, score):
         context.progress(f"{pairs} pairs of steps, devices leased and not")
-        learner = cast("Learner", _HoldingLearner(parts.learner, turns))
-        await train(replace(parts, drafter=cast("OnlineDrafter", turns), learner=learner), config, recorder)
+        await train_by_turns(cluster, task, score, config, recorder)
         prompt_ids = next(task.prompts).token_ids
         request = RolloutRequest(group_id=0, index=0, prompt_ids=prompt_ids, max_tokens=1, temperature=1.0)
         recall_s = await _recalls(cluster, recorder, request, recalls, context)
     recorder.close()
-    steps = [record["metrics"] for record in read_metrics(metrics)["step"]]
-    # The first pair has nothing to train on yet.
-    both = [(steps[i], steps[i + 1]) if turns.trains(i) else (steps[i + 1], steps[i]) for i in range(2, 2 * pairs, 2)]
-    return both, recall_s
-
-
-class _Turns:
-    """The run's drafter training, held back in one step of every pair: yes no, no yes, yes no, ..."""
-
-    def __init__(self, training: OnlineDrafter) -> None:
-        self._training = training
-        self._step = -1
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._training, name)
-
-    @staticmethod
-    def trains(step: int) -> bool:
-        return step % 4 in (0, 3)
-
-    @property
-    def trains_now(self) -> bool:
-        return self.trains(self._step)
-
-    def open_phase(self) -> None:
-        self._step += 1
-        if self.trains_now:
-            self._training.open_phase()
-
-
-class _HoldingLearner:
-    """The run's learner, which hands nothing over to drafter training in the steps without it."""
-
-    def __init__(self, learner: Learner, turns: _Turns) -> None:
-        self._learner = learner
-        self._turns = turns
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._learner, name)
-
-    async def logp(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        return await (self._learner.logp if self._turns.trains_now else self._learner.logp_again)(samples)
-
-
-def _twice(prompts: Iterator[Prompt], size: int) -> Iterator[Prompt]:
-    """Each batch of prompts, and then the same once more."""
-    while batch := list(islice(prompts, size)):
-        yield from batch
-        yield from batch
+    return pairs_of(read_metrics(metrics)["step"]), recall_s
 
 
 async def _recalls(

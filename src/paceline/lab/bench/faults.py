@@ -7,8 +7,9 @@
     useful_time = 60 x median time of the steps without a fault / time of the 60 steps
 
 A step is without a fault if both engines were alive all through it. A fault counts if it was witnessed: the process was
-there before, and gone or stopped after. The time until a fault is found ends when its event is seen in metrics.jsonl. A
-loss that nothing was done for is a false alarm. Out of memory is what the kernel makes of it: SIGKILL for the largest
+there before, and gone or stopped after. The time until a fault is found begins then (what the system takes to end a
+killed process, most of it for its memory, is in the details) and ends when its event is seen in metrics.jsonl. A loss
+that nothing was done for is a false alarm. Out of memory is what the kernel makes of it: SIGKILL for the largest
 process of an engine, which is vLLM's worker.
 """
 
@@ -93,7 +94,12 @@ _SETTINGS = (
     "objective.drop_uniform_groups=false",
     "eval.every=0",
 )
-_STEADY_SETTINGS = ("rollout.prompts_per_step=32", "rollout.group_size=16", "rollout.engine.max_num_seqs=32")
+_PROMPTS, _SIBLINGS = 24, 16
+_STEADY_SETTINGS = (
+    f"rollout.prompts_per_step={_PROMPTS}",
+    f"rollout.group_size={_SIBLINGS}",
+    "rollout.engine.max_num_seqs=32",
+)
 _BUSY_SETTINGS = (
     "run.steps=6",
     "rollout.prompts_per_step=4",
@@ -107,7 +113,6 @@ _BUSY_SETTINGS = (
     "speculation.training.mode=inline",
     "speculation.training.inline_s=3",
     "speculation.training.when=always",
-    "speculation.training.lease.grace_s=30",
 )
 _BUSY_FAULTS = {2: KILL_TRAINER, 4: KILL_TRAINER}
 
@@ -138,7 +143,7 @@ def run(
             useful, typical_s = useful_time([seen.record for seen in long.seen], num_steps)
             _hurt_densely(long, rng, rows, orphans, context)
         kept = read_metrics(root / "long" / "metrics.jsonl")
-        lost, doubled = miscounted(kept["rollouts"], kept["step"], num_rollouts=512)
+        lost, doubled = miscounted(kept["rollouts"], kept["step"], num_rollouts=_PROMPTS * _SIBLINGS)
         alarms = false_alarms([*busy.seen, *long.seen], rows)
     figures = {
         "num_faults": float(sum(row["witnessed"] for row in rows)),
@@ -274,7 +279,7 @@ def _hurt(run: HurtRun, kind: FaultKind, rng: np.random.Generator, *, step: int)
     # The oldest: engines take turns, and each was well for a while.
     victim = min(victims, key=lambda process: process.create_time())
     struck_s = time.monotonic()
-    witnessed = strike(victim, kind.blow)
+    ended_s = strike(victim, kind.blow)
     lost = run.wait_for_event(f"{kind.part}_lost", since=since, deadline_s=_FOUND_DEADLINE_S)
     healed_at_s: float | None = None
     if lost is not None and kind.part == "trainer":
@@ -287,8 +292,9 @@ def _hurt(run: HurtRun, kind: FaultKind, rng: np.random.Generator, *, step: int)
         "fault": kind.name,
         "step": step,
         "figure": kind.figure,
-        "witnessed": witnessed,
-        "found_s": float("inf") if lost is None else lost.at_s - struck_s,
+        "witnessed": ended_s is not None,
+        "ending_s": None if ended_s is None else ended_s - struck_s,
+        "found_s": float("inf") if lost is None else max(0.0, lost.at_s - (ended_s or struck_s)),
         "healed": healed_at_s is not None,
         "healed_s": None if healed_at_s is None else healed_at_s - struck_s,
         "event": None if lost is None else lost.record,
@@ -302,7 +308,7 @@ def _end_driver(
     step = _await_moment(run, kind, rng, step)
     family = run.family()
     struck_s = time.monotonic()
-    witnessed = strike(family[0], kind.blow)
+    witnessed = strike(family[0], kind.blow) is not None
     orphans[f"{kind.name}, step {step}"] = count_orphans(family, struck_s)
     code = run.driver.wait(60.0)
     run.start(["--resume", str(run.directory), *more])

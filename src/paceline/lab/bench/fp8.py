@@ -33,7 +33,7 @@ from paceline.lab.bench.precision import push, sampled_k3
 from paceline.lab.bench.workload import arena_requests, one_of
 from paceline.lab.engines.faults import allow_faults
 from paceline.learner.fsdp import FsdpLearner
-from paceline.measure import CpuTimes, Goal, Result, environment, middle
+from paceline.measure import CpuTimes, Goal, Result, environment, paired
 from paceline.orchestrator.generate import generate_all, generate_on_all
 from paceline.rollout.engine import VllmEngine
 from paceline.sessions.workloads import resolve_policy
@@ -92,19 +92,21 @@ def run(
     k3 = asyncio.run(_scales(small, seed, context))
     steps, faults = asyncio.run(_updates(path, _short(_requests(path, 4, seed), 32), updates, updates, seed, context))
     whole, _ = asyncio.run(_updates(small, _requests(small, 128, seed), 4, 2, seed, context))
-    pairs = {
-        "k3_recalibrated_over_unit": [r / u for r, u in zip(k3["recalibrated"], k3["unit"], strict=True)],
-        "k3_recalibrated_over_oracle": [r / o for r, o in zip(k3["recalibrated"], k3["oracle"], strict=True)],
-        "overhead_share": [step.overhead for step in whole[1:]],
-    }
+    ratios, spread, pairs = paired(
+        {
+            "k3_recalibrated_over_unit": [r / u for r, u in zip(k3["recalibrated"], k3["unit"], strict=True)],
+            "k3_recalibrated_over_oracle": [r / o for r, o in zip(k3["recalibrated"], k3["oracle"], strict=True)],
+            "overhead_share": [step.overhead for step in whole[1:]],
+        }
+    )
     figures = {"fp8_tensors_wrong": float(sum(s.num_wrong for s in steps)), "faults_found": float(sum(faults.values()))}
-    figures |= {name: middle(values)[0] for name, values in pairs.items()}
+    figures |= ratios
     # Pooled: a few tokens with a large gap carry much of k3, and differ from draw to draw.
     figures["k3_recalibrated_over_oracle"] = sum(k3["recalibrated"]) / sum(k3["oracle"])
     return Result(
         name="fp8",
         figures=figures,
-        spread={name: middle(pairs[name])[1] if name in pairs else 0.0 for name in figures},
+        spread=dict.fromkeys(figures, 0.0) | spread,
         goals=GOALS,
         environment=environment(
             seeds=[seed], config={"model": model, "trained": trained, "engine": CONFIG.model_dump()}
@@ -115,6 +117,7 @@ def run(
             "tensors_changed": [step.num_changed for step in steps],
             "faults": faults,
             "k3": k3,
+            "paired": pairs,
             "seconds": {
                 which: {name: median(getattr(step, name) for step in timed) for name in _SECONDS}
                 for which, timed in ((model, steps[-1:]), (trained, whole[1:]))

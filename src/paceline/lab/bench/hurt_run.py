@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from paceline.types import PacelineError
 Blow = Literal["kill", "stop", "term"]
 """SIGKILL; SIGSTOP, which stands for whatever makes a process hang; SIGTERM."""
 _LOOK_S = 0.01
-_EFFECT_S = 5.0
+_EFFECT_S = 30.0
 """How long the system may take to end or stop a process."""
 
 
@@ -171,20 +173,28 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def strike(victim: psutil.Process, blow: Blow) -> bool:
-    """Hurt a process; whether it was there and whole before, and is gone or stopped after."""
+def strike(victim: psutil.Process, blow: Blow) -> float | None:
+    """Hurt a process; returns when it had ended or stopped. None if it was not there and whole before, or goes on.
+
+    A killed process lives until the system has taken its memory back, which may take seconds, and nobody is told
+    before."""
     if is_gone(victim) or (blow != "kill" and victim.status() == psutil.STATUS_STOPPED):
-        return False
+        return None
     match blow:
         case "kill":
-            victim.send_signal(signal.SIGKILL)
-            return _comes_true(lambda: is_gone(victim))
+            watch = os.pidfd_open(victim.pid)
+            try:
+                victim.send_signal(signal.SIGKILL)
+                ended = bool(select.select([watch], [], [], _EFFECT_S)[0])
+            finally:
+                os.close(watch)
         case "stop":
             victim.send_signal(signal.SIGSTOP)
-            return _comes_true(lambda: not is_gone(victim) and victim.status() == psutil.STATUS_STOPPED)
+            ended = _comes_true(lambda: not is_gone(victim) and victim.status() == psutil.STATUS_STOPPED)
         case "term":
             victim.send_signal(signal.SIGTERM)
-            return True
+            ended = True
+    return time.monotonic() if ended else None
 
 
 def count_orphans(family: Sequence[psutil.Process], struck_s: float, *, after_s: float = 10.0) -> int:

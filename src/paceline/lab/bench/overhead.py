@@ -22,7 +22,7 @@ from paceline.config import EagleDrafter, EngineConfig, SpeculationConfig
 from paceline.context import Context
 from paceline.lab.bench.workload import arena_requests
 from paceline.lab.engines.bare import BareEngine
-from paceline.measure import CpuTimes, Result, environment, middle
+from paceline.measure import CpuTimes, Result, environment, middle, paired
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
@@ -71,8 +71,7 @@ def run(
     # Last: by now this process has imported vLLM, and its files are in memory, for the first start as for the second.
     starts = asyncio.run(_start_twice(path, drafter_path, environ, seed, context))
     ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, bare, strict=True)]
-    figures, spread = {}, {}
-    figures["ratio"], spread["ratio"] = middle(ratios)
+    figures, spread, pairs = paired({"ratio": ratios})
     figures["ours_tokens_per_s"], spread["ours_tokens_per_s"] = middle([turn.tokens_per_s for turn in ours])
     figures["bare_tokens_per_s"], spread["bare_tokens_per_s"] = middle([turn.tokens_per_s for turn in bare])
     figures["warm_start_ratio"], spread["warm_start_ratio"] = starts[1] / starts[0], 0.0
@@ -86,7 +85,7 @@ def run(
             "repetitions": repetitions,
             "rollouts_per_repetition": prompts * group_size,
             "max_tokens": max_tokens,
-            "ratios": ratios,
+            "paired": pairs,
             "ours_tokens": [turn.num_tokens for turn in ours],
             "bare_tokens": [turn.num_tokens for turn in bare],
             "start_seconds": dict(zip(("cold", "warm"), starts, strict=True)),

@@ -37,7 +37,7 @@ from paceline.lab.arena.task import problems, solution
 from paceline.lab.bench.workload import ENGINE, arena_requests, one_of
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.objective import mismatch
-from paceline.measure import CpuTimes, Goal, Result, environment, middle
+from paceline.measure import CpuTimes, Goal, Result, environment, paired
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine
@@ -265,12 +265,14 @@ def _result(
 ) -> Result:
     plain = {cell: _ratios(timings, "both", cell) for cell in timings["bf16"].step_s if cell.k == 0}
     drafted = {cell: ratios for cell, ratios in _best(timings, "both").items() if _memory_bound(timings["bf16"], cell)}
-    figures, spread = {}, {}
-    for name, values in {
-        "fp8_spec_speedup": [median(ratios) for ratios in drafted.values()],
-        "fp8_plain_speedup": [median(ratios) for cell, ratios in plain.items() if _memory_bound(timings["bf16"], cell)],
-    }.items():
-        figures[name], spread[name] = middle(values)
+    figures, spread, pairs = paired(
+        {
+            "fp8_spec_speedup": [median(ratios) for ratios in drafted.values()],
+            "fp8_plain_speedup": [
+                median(ratios) for cell, ratios in plain.items() if _memory_bound(timings["bf16"], cell)
+            ],
+        }
+    )
     figures["kv_capacity_ratio"] = timings["kv"].capacity / timings["bf16"].capacity
     figures |= {f"k3_{arm}{'_spec' if on == 'on' else ''}": value for arm, by in k3.items() for on, value in by.items()}
     return Result(
@@ -294,6 +296,7 @@ def _result(
                 for cell in timings[arm].step_s
                 if arm != "bf16" and median(_ratios(timings, arm, cell)) < 1
             ),
+            "paired": pairs,
             "k3": {arm: dict(by) for arm, by in k3.items()},
             "steal_share": steal_share,
         },

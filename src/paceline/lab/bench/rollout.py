@@ -1,14 +1,22 @@
-"""What speculation gains in a rollout phase: arms interleaved on one long-tailed batch of the arena's large policy.
+"""What speculation gains in a rollout phase: arms interleaved on groups of siblings of the arena's large policy.
 
-    survey      every fixed draft length, twice: which table would have been best in hindsight
+    ridge       tokens of a step at which computing takes as long as reading the weights: prefill tokens per second x
+                seconds of a step of one token
+    survey      every fixed draft length at 16 active: which table would have been best in hindsight
     rounds      three groups of arms, one after another; the selector is in each, and goes on learning
-                  plain vLLM, k = 0, the selector, the survey's table, the selector with a drafter of random weights
-                  the selector, BEG-MAB, a static table
-                  the selector, the two best fixed lengths
+                  16 active  plain vLLM, k = 0, the selector, the survey's table, the selector with a useless drafter
+                  16 active  the selector, the simple selector, the best fixed length
+                  64 active  plain vLLM, the selector
 
-The arms of a group take turns, a tenth of the batch each time, each on an engine of its own, so that a machine that
-drifts slows all of them alike; an arm's seconds are those of its own steps. Figures are ratios within a group, medians
-over rounds.
+The batch is 16 prompts x 8 siblings with the policy's own lengths (`workload.grouped`). At most 16 requests run while
+the others wait, which is the headline, or 64. Cached prefixes are forgotten before each batch, as a weight sync makes
+an engine do, so siblings share their prompt and nothing else is shared. Plain vLLM has all that the others have:
+compiled, prefix caching in blocks of 32 tokens, whole prompts in steps of 2,048 tokens.
+
+The arms of a group take turns, a hundredth of the batch each time, which is a few steps, each on an engine of its own,
+so that a machine that drifts slows all of them alike; an arm's seconds are those of its own steps. Figures are ratios
+within a group, medians over rounds. `tail_speedup` is the rate with at most two requests active, pooled over all
+batches: rounds go on until each arm has 500 such tokens, and end in any case in time for `BUDGET_S`.
 
 What a step at (batch, k) costs and emits does not depend on what a table says for other batch sizes. So a table's time
 is a sum over its entries, and the search over all tables is an argmax for each bucket of batch sizes: exhaustive
@@ -17,27 +25,32 @@ without trying each one.
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 from paceline.config import (
-    BanditSelector,
     EagleDrafter,
     FixedSelector,
     MeasuredSelector,
     SelectorConfig,
+    SimpleSelector,
     SpeculationConfig,
     TableSelector,
 )
 from paceline.context import Context
-from paceline.lab.bench.workload import ENGINE, RequestSet, engines, long_tailed, rate
+from paceline.lab.bench.tail import Group, Round, compared, tail, tail_rate, tail_ratios, wants_more
+from paceline.lab.bench.workload import ENGINE, RequestSet, arena_requests, engines, grouped, rate
 from paceline.lab.random_drafter import random_drafter
-from paceline.measure import CpuTimes, Goal, Result, environment, middle
+from paceline.measure import CpuTimes, Goal, Result, environment, meanwhile, middle, paired
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, lockstep
 from paceline.selector.cost import Step
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
@@ -46,16 +59,18 @@ MAX_DRAFT_LENGTH = 7
 CONFIG = ENGINE.model_copy(update={"kv_cache_gb": 1.5})
 """KV cache of each of five engines side by side; the batch needs less than half of it."""
 BUCKETS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64))
-STATIC_TABLE = ((1, 8, 5), (9, 32, 3), (33, 64, 1))
-"""A table as vLLM's documentation would have one write it: long drafts for small batches."""
-TAIL_REQUESTS = 2
+NUM_PROMPTS, GROUP_SIZE = 16, 8
+ACTIVE, MANY_ACTIVE = 16, 64
+PART = 0.01
+"""Share of a batch that an arm generates in its turn: a few steps."""
+BUDGET_S = 65 * 60
+"""No round is begun that would end later than this after the start."""
 GOALS: dict[str, Goal] = {
-    "makespan_speedup": (">=", 2.5),
-    "tail_speedup": (">=", 3.5),
+    "makespan_speedup": (">=", 3.0),
+    "makespan_speedup_64": (">=", 2.2),
+    "tail_speedup": (">=", 4.0),
     "of_hindsight": (">=", 0.97),
-    "over_beg_mab": (">=", 1.0),
-    "over_static_table": (">=", 1.0),
-    "over_best_fixed": (">=", 1.0),
+    "over_simple_selector": (">=", 1.0),
     "k0_ratio": (">=", 0.97),
     "useless_drafter_ratio": (">=", 0.98),
 }
@@ -78,16 +93,16 @@ def run(
     context: Context,
     model: str = "arena:large",
     drafter: str = "arena",
-    repetitions: int = 5,
-    num_requests: int = 64,
+    repetitions: int = 8,
     seed: int = 0,
 ) -> Result:
+    """`repetitions`: rounds that are wanted; more where the tail is short of tokens, fewer where time is."""
     model_path = resolve_policy(model, context)
     drafter_path = resolve_drafter(drafter, model, context)
     with tempfile.TemporaryDirectory() as scratch:
         useless = Path(scratch) / "useless"
         random_drafter(drafter_path, useless, seed=seed)
-        return _measure(model, model_path, drafter_path, useless, repetitions, num_requests, seed, context)
+        return _measure(model, model_path, drafter_path, useless, repetitions, seed, context)
 
 
 def _measure(
@@ -96,42 +111,58 @@ def _measure(
     drafter: Path,
     useless: Path,
     repetitions: int,
-    num_requests: int,
     seed: int,
     context: Context,
 ) -> Result:
-    before = CpuTimes.now()
+    before, began_s, load_before = CpuTimes.now(), time.monotonic(), os.getloadavg()[0]
     kinds = {"plain": None, "useless": _speculation(useless), "drafter": _speculation(drafter)}
     speculations = [*kinds.values(), kinds["drafter"], kinds["drafter"]]
     with engines(model_path, speculations, seed=seed, context=context, config=CONFIG) as started:
         bench = _RolloutBench(dict(zip(kinds, (started[:1], started[1:2], started[2:]), strict=True)), context)
         drafting = FixedSelector(draft_length=4)
-        work = long_tailed(
-            started[2], model_path, num_requests=num_requests, selector=drafting, max_tokens=640, seed=seed
+        work = grouped(
+            started[2],
+            model_path,
+            num_prompts=NUM_PROMPTS,
+            group_size=GROUP_SIZE,
+            selector=drafting,
+            max_tokens=640,
+            seed=seed,
         )
         context.progress(f"{len(work.requests)} requests, {sum(work.lengths)} tokens, longest {max(work.lengths)}")
+        ridges = [bench.ridge(model_path, seed + 1 + number) for number in range(3)]
         survey = bench.survey(work)
         table = best_table(survey)
-        groups = _groups(table, survey)
-        rounds = [bench.round(work, groups, number) for number in range(repetitions)]
-    figures, spread = _figures(rounds)
+        rounds, machine = bench.rounds(work, _groups(table, survey), repetitions, began_s + BUDGET_S)
+    figures, spread, pairs = paired(_ratios(rounds))
+    figures["tail_speedup"] = tail_rate(compared(rounds, "selector")) / tail_rate(compared(rounds, "plain"))
+    figures["ridge_tokens"], spread["ridge_tokens"] = middle([ridge["tokens"] for ridge in ridges])
+    figures |= _lengths(work.lengths)
+    figures["tail_tokens"] = min(tail(compared(rounds, arm))[0] for arm in ("plain", "selector"))
     return Result(
         name="rollout",
         figures=figures,
-        spread=spread,
+        spread=dict.fromkeys(figures, 0.0) | spread,
         goals=GOALS,
         environment=environment(seeds=[seed], config={"model": model, "engine": CONFIG.model_dump(mode="json")}),
         details={
             "lengths": sorted(work.lengths),
+            "group_lengths": [
+                work.lengths[first : first + GROUP_SIZE] for first in range(0, len(work.lengths), GROUP_SIZE)
+            ],
             "past_end_share": median(work.past_end_share(batch) for batch in rounds[-1][0].values()),
+            "prefill_saved_share": _prefill_saved(work, rounds[-1][0]["selector"]),
+            "ridge": ridges,
+            "tail": {arm: tail(compared(rounds, arm)) for arm in ("plain", "selector")},
             "hindsight_table": table,
             "survey_s": {k: [batch.seconds for batch in batches] for k, batches in survey.items()},
             "makespan_s": _makespans(rounds),
+            "paired": pairs,
             "rate_by_batch": _rates(survey, [groups[0]["plain"] for groups in rounds]),
             "accepted_by_position": _acceptance(rounds),
             "chosen": [asdict(step) for step in rounds[-1][0]["selector"].steps],
             "selector": rounds[-1][0]["selector"].figures,
-            "steal_share": CpuTimes.now().steal_share_since(before),
+            "machine": {"load_before": load_before, "overall": meanwhile(before), "rounds": machine},
         },
     )
 
@@ -140,17 +171,22 @@ def _speculation(drafter: Path) -> SpeculationConfig:
     return SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=MAX_DRAFT_LENGTH)
 
 
-Group = Mapping[str, SteppedBatch]
-"""Batches by name of the arm, of arms that took turns."""
-Round = Sequence[Group]
-
-
 class _RolloutBench:
     def __init__(self, started: Mapping[str, Sequence[SteppedEngine]], context: Context) -> None:
         self._engines = started
         self._context = context
 
-    def survey(self, work: RequestSet, repetitions: int = 2) -> dict[int, list[SteppedBatch]]:
+    def ridge(self, model_path: Path, seed: int) -> dict[str, float]:
+        """Measure on plain vLLM, with prompts that nobody has read before."""
+        (plain,) = self._engines["plain"]
+        prompts = arena_requests(model_path, num_prompts=32, group_size=1, max_tokens=1, seed=seed)
+        reading = plain.run(Order(requests=prompts, to_the_end=True, forget_prefixes=True))
+        prefill_rate = sum(len(request.prompt_ids) for request in prompts) / reading.seconds
+        alone = plain.run(Order(requests=[replace(prompts[0], max_tokens=24)], to_the_end=True))
+        step_s = median(seconds for _, seconds in alone.step_s[1:])
+        return {"prefill_tokens_per_s": prefill_rate, "one_token_s": step_s, "tokens": prefill_rate * step_s}
+
+    def survey(self, work: RequestSet, repetitions: int = 1) -> dict[int, list[SteppedBatch]]:
         """Measure every fixed draft length, beside different arms each time."""
         batches: dict[int, list[SteppedBatch]] = defaultdict(list)
         at_once = len(self._engines["drafter"])
@@ -164,23 +200,42 @@ class _RolloutBench:
                     batches[k].append(group[arm.name])
         return dict(sorted(batches.items()))
 
-    def round(self, work: RequestSet, groups: Sequence[Sequence[RolloutArm]], number: int) -> list[Group]:
-        found: list[Group] = [self._run(work, arms) for arms in groups]
-        speedup = found[0]["plain"].seconds / found[0]["selector"].seconds
-        self._context.progress(f"round {number + 1}: selector {speedup:.2f} times plain")
-        return found
+    def rounds(
+        self, work: RequestSet, groups: Sequence[Sequence[RolloutArm]], wanted: int, until_s: float
+    ) -> tuple[list[Round], list[dict[str, float]]]:
+        """Run rounds until there are as many as wanted and the tail has its tokens, or the time is up. Returns also
+        what the machine did in each."""
+        found: list[Round] = []
+        machine: list[dict[str, float]] = []
+        while wants_more(found, wanted):
+            before, began_s = CpuTimes.now(), time.monotonic()
+            found.append([self._run(work, arms) for arms in groups[:-1]] + [self._run(work, groups[-1], MANY_ACTIVE)])
+            machine.append(meanwhile(before))
+            first, now_s = found[-1][0], time.monotonic()
+            speedup = first["plain"].seconds / first["selector"].seconds
+            self._context.progress(f"round {len(found)}: selector {speedup:.2f} times plain; {machine[-1]}")
+            if now_s + (now_s - began_s) > until_s:
+                break
+        return found, machine
 
-    def _run(self, work: RequestSet, arms: Sequence[RolloutArm]) -> dict[str, SteppedBatch]:
+    def _run(self, work: RequestSet, arms: Sequence[RolloutArm], most_active: int = ACTIVE) -> dict[str, SteppedBatch]:
         """Run arms in turns, the selector always on the drafter's first engine, which holds what it has learnt."""
         free = {kind: list(started) for kind, started in self._engines.items()}
         orders = [
             (
                 free[arm.engine].pop(0),
-                Order(requests=work.requests, selector=arm.selector, name=arm.name, to_the_end=True),
+                Order(
+                    requests=work.requests,
+                    selector=arm.selector,
+                    name=arm.name,
+                    to_the_end=True,
+                    most_active=most_active,
+                    forget_prefixes=True,
+                ),
             )
             for arm in sorted(arms, key=lambda arm: arm is not SELECTOR)
         ]
-        batches = {order.name: batch for (_, order), batch in zip(orders, lockstep(orders), strict=True)}
+        batches = {order.name: batch for (_, order), batch in zip(orders, lockstep(orders, PART), strict=True)}
         self._context.progress("  " + ", ".join(f"{name} {batch.seconds:.2f} s" for name, batch in batches.items()))
         return batches
 
@@ -194,11 +249,10 @@ def _groups(
 ) -> list[list[RolloutArm]]:
     by_time = sorted((k for k in survey if k), key=lambda k: median(batch.seconds for batch in survey[k]))
     hindsight = RolloutArm("hindsight", TableSelector(ranges=tuple(table)))
-    static = RolloutArm("static table", TableSelector(ranges=STATIC_TABLE))
     return [
         [PLAIN, _fixed(0), SELECTOR, hindsight, USELESS],
-        [SELECTOR, RolloutArm("BEG-MAB", BanditSelector()), static],
-        [SELECTOR, *map(_fixed, by_time[:2])],
+        [SELECTOR, RolloutArm("simple", SimpleSelector()), _fixed(by_time[0])],
+        [PLAIN, SELECTOR],
     ]
 
 
@@ -224,49 +278,53 @@ def best_table(survey: Mapping[int, Sequence[SteppedBatch]]) -> list[tuple[int, 
     return [(*bucket, max(by_k, key=by_k.__getitem__)) for bucket, by_k in sorted(rates.items())]
 
 
-def _tail_rate(batch: SteppedBatch) -> float:
-    """Tokens per second while at most two requests are in flight."""
-    if batch.steps:
-        return rate([step for step in batch.steps if step.num_requests <= TAIL_REQUESTS])
-    tail = [(active, seconds) for active, seconds in batch.step_s if active <= TAIL_REQUESTS]
-    return sum(active for active, _ in tail) / sum(seconds for _, seconds in tail)
+def _lengths(lengths: Sequence[int]) -> dict[str, float]:
+    return {
+        "length_median": float(np.median(lengths)),
+        "length_p99": float(np.quantile(lengths, 0.99)),
+        "length_max": float(max(lengths)),
+    }
+
+
+def _prefill_saved(work: RequestSet, batch: SteppedBatch) -> float:
+    """Share of the prompts' tokens that came from the prefix cache; the last token of a prompt counts as decoding."""
+    prompts = sum(len(request.prompt_ids) - 1 for request in work.requests)
+    return 1 - sum(step.num_prefill_tokens for step in batch.steps) / prompts
 
 
 def _makespans(rounds: Sequence[Round]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
     for groups in rounds:
-        for group in groups:
+        for group, more in zip(groups, [*[""] * (len(groups) - 1), " (64 active)"], strict=True):
             for name, batch in group.items():
-                found[name].append(batch.seconds)
+                found[name + more].append(batch.seconds)
     return dict(found)
 
 
-def _figures(rounds: Sequence[Round]) -> tuple[dict[str, float], dict[str, float]]:
+def _ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
+    """One value a round of each figure."""
+
     def shorter(slow: str, fast: str) -> list[float]:
-        """Ratios within the groups that have both."""
-        both = [group for groups in rounds for group in groups if slow in group and fast in group]
-        return [group[slow].seconds / group[fast].seconds for group in both]
+        """Ratios within the first group of each round that has both; the last has 64 active."""
+        found = [next(group for group in groups[:-1] if slow in group and fast in group) for groups in rounds]
+        return [group[slow].seconds / group[fast].seconds for group in found]
 
     makespans = _makespans(rounds)
     fixed = [name for name in makespans if name.startswith("k=") and name != "k=0"]
     best_fixed = min(fixed, key=lambda name: median(makespans[name]))
     first = [groups[0] for groups in rounds]
-    ratios = {
+    return {
         "makespan_speedup": shorter("plain", "selector"),
-        "tail_speedup": [_tail_rate(group["selector"]) / _tail_rate(group["plain"]) for group in first],
+        "makespan_speedup_64": [groups[-1]["plain"].seconds / groups[-1]["selector"].seconds for groups in rounds],
+        "tail_speedup": tail_ratios(rounds),
         "of_hindsight": shorter("hindsight", "selector"),
-        "over_beg_mab": shorter("BEG-MAB", "selector"),
-        "over_static_table": shorter("static table", "selector"),
+        "over_simple_selector": shorter("simple", "selector"),
         "over_best_fixed": shorter(best_fixed, "selector"),
         "k0_ratio": shorter("plain", "k=0"),
         "useless_drafter_ratio": shorter("plain", "useless"),
         "limit": [_limit(group) for group in first],
         "accepted_length": [_accepted_length(group["selector"]) for group in first],
     }
-    figures, spread = {}, {}
-    for name, values in ratios.items():
-        figures[name], spread[name] = middle(values)
-    return figures, spread
 
 
 def _accepted_length(batch: SteppedBatch) -> float:

@@ -24,7 +24,7 @@ from statistics import median
 from paceline.config import EagleDrafter, FixedSelector, MeasuredSelector, SpeculationConfig, TableSelector
 from paceline.context import Context
 from paceline.lab.bench.workload import ENGINE, engines, long_requests, rate
-from paceline.measure import CpuTimes, Result, environment, middle
+from paceline.measure import CpuTimes, Result, environment, paired
 from paceline.rollout.stepped import Order, SteppedEngine
 from paceline.selector.cost import Step
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
@@ -63,10 +63,13 @@ def run(
     figures["converged"] = min(figures.values())
     after = {size: _after_fall([levels[size] for levels in falls]) for size in falls[0]}
     figures |= {f"after_fall_{size}": pooled for size, (pooled, _) in after.items()}
-    spread |= {f"after_fall_{size}": max(ratios) - min(ratios) for size, (_, ratios) in after.items()}
+    stretched, interval, pairs = paired(
+        {f"after_fall_{size}": ratios for size, (_, ratios) in after.items()} | {"acceptance_after_k0": stretches}
+    )
+    spread |= interval
     worst = min(after, key=lambda size: after[size][0])
     figures["after_fall"], spread["after_fall"] = figures[f"after_fall_{worst}"], spread[f"after_fall_{worst}"]
-    figures["acceptance_after_k0"], spread["acceptance_after_k0"] = middle(stretches)
+    figures["acceptance_after_k0"] = stretched["acceptance_after_k0"]
     return Result(
         name="selector",
         figures=figures,
@@ -75,7 +78,7 @@ def run(
         environment=environment(seeds=[seed], config={"model": model, "engine": ENGINE.model_dump(mode="json")}),
         details={
             "rate_by_length": {str(batch): rates for batch, (_, rates) in learnt.items()},
-            "after_fall": {str(size): ratios for size, (_, ratios) in after.items()},
+            "paired": pairs,
             "steal_share": CpuTimes.now().steal_share_since(before),
         },
     )

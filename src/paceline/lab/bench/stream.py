@@ -25,7 +25,7 @@ from typing import Any
 
 from paceline.config import load_config
 from paceline.context import Context
-from paceline.measure import CpuTimes, Result, environment
+from paceline.measure import CpuTimes, Result, environment, paired
 from paceline.metrics import read_metrics
 from paceline.report.recorded import Interval, RecordedRun, read_run
 from paceline.report.summary import seconds, subtract, union
@@ -75,7 +75,7 @@ def run(
                 f"seed {seed}, {arm}: accuracy {one.first:.3f} -> {one.final:.3f}, engine idle for "
                 f"{one.idle_s / one.engine_s:.0%}, {one.step_s:.1f} s a step, mean age {one.age_mean:.2f}"
             )
-    figures, spread = compare({arm: list(found.values()) for arm, found in runs.items()})
+    figures, spread, pairs = compare({arm: list(found.values()) for arm, found in runs.items()})
     return Result(
         name="stream",
         figures=figures,
@@ -90,6 +90,7 @@ def run(
         ),
         details={
             "arms": settings,
+            "paired": pairs,
             "runs": {arm: {seed: asdict(one) for seed, one in found.items()} for arm, found in runs.items()},
             "steal_share": CpuTimes.now().steal_share_since(before),
         },
@@ -140,8 +141,10 @@ def idle_time(found: RecordedRun, syncs: Sequence[Interval]) -> tuple[float, flo
     return idle_s, engine_s
 
 
-def compare(runs: Mapping[str, Sequence[StreamedRun]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Figures and spread (range over seeds) of the arms."""
+def compare(
+    runs: Mapping[str, Sequence[StreamedRun]],
+) -> tuple[dict[str, float], dict[str, float], dict[str, dict[str, Any]]]:
+    """Figures and spread of the arms (range over seeds) and of their ratio by seed, and `details.paired`."""
     figures: dict[str, float] = {}
     spread: dict[str, float] = {}
     for arm, found in runs.items():
@@ -160,5 +163,5 @@ def compare(runs: Mapping[str, Sequence[StreamedRun]]) -> tuple[dict[str, float]
     figures["stream_within_spread"] = float(difference <= spread["accuracy_sync"])
     figures["idle_over_sync"] = sum(idle_s["stream"]) / sum(idle_s["sync"])
     figures["max_age_exceeded"] = float(sum(one.num_too_old for found in runs.values() for one in found))
-    spread |= {"stream_within_spread": 0.0, "idle_over_sync": max(ratios) - min(ratios), "max_age_exceeded": 0.0}
-    return figures, spread
+    _, interval, pairs = paired({"idle_over_sync": ratios})
+    return figures, spread | interval | {"stream_within_spread": 0.0, "max_age_exceeded": 0.0}, pairs

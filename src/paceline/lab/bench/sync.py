@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from paceline.config import EngineConfig
 from paceline.context import Context
 from paceline.lab.bench.workload import one_of
-from paceline.measure import CpuTimes, Result, environment, middle
+from paceline.measure import CpuTimes, Result, environment, middle, paired
 from paceline.rollout.engine import VllmEngine
 from paceline.sessions.workloads import resolve_policy
 from paceline.weights.fingerprint import mismatched
@@ -66,10 +66,11 @@ def run(
     config = EngineConfig(max_model_len=64, max_num_seqs=2, kv_cache_gb=0.25, call_deadline_s=300)
     before = CpuTimes.now()
     done, refused = asyncio.run(_measure(path, config, context, updates, num_engines, seed))
-    figures, spread = {}, {}
-    figures["copy_ratio"], spread["copy_ratio"] = middle([update.ratio for update in done])
-    figures["copy_ratio_with_load"], spread["copy_ratio_with_load"] = middle(
-        [update.ratio_with_load for update in done]
+    figures, spread, pairs = paired(
+        {
+            "copy_ratio": [update.ratio for update in done],
+            "copy_ratio_with_load": [update.ratio_with_load for update in done],
+        }
     )
     figures["fingerprint_mismatches"], spread["fingerprint_mismatches"] = (
         float(sum(update.num_mismatched for update in done)),
@@ -91,6 +92,7 @@ def run(
         details={
             "num_engines": num_engines,
             "updates": updates,
+            "paired": pairs,
             "bytes": done[0].num_bytes,
             "median_s": {name: middle(values)[0] for name, values in seconds.items()},
             "seconds": seconds,

@@ -31,7 +31,7 @@ from paceline.drafters.saver import Saver, write
 from paceline.drafters.trainer import DrafterTrainer, Schedule, plan_passes, plan_steps, trained
 from paceline.lab.arena.task import demonstration, problems
 from paceline.lab.arena.tokenizer import make_tokenizer
-from paceline.measure import CpuTimes, Result, environment, middle
+from paceline.measure import CpuTimes, Result, environment, middle, paired
 from paceline.sessions.draft import default_taps
 from paceline.sessions.workloads import resolve_policy
 
@@ -89,11 +89,11 @@ def run(
         size: [alone / packed for alone, packed in zip(seconds[_ONE_DOCUMENT], seconds[size], strict=True)]
         for size in sizes
     }
-    figures, spread = {}, {}
-    figures["packing_speedup"], spread["packing_speedup"] = middle(speedups[schedule.pass_tokens])
-    figures["packing_loss_difference"], spread["packing_loss_difference"] = max(differences), 0.0
     ratios = [stall.selective_s / stall.full_s for stall in stalls]
-    figures["checkpoint_stall_ratio"], spread["checkpoint_stall_ratio"] = middle(ratios)
+    figures, spread, pairs = paired(
+        {"packing_speedup": speedups[schedule.pass_tokens], "checkpoint_stall_ratio": ratios}
+    )
+    figures["packing_loss_difference"], spread["packing_loss_difference"] = max(differences), 0.0
     lengths = [len(document.token_ids) for document in documents]
     steps = plan_steps(documents, schedule.tokens_per_step)
     num_passes = sum(1 for step in steps for _ in plan_passes(step, schedule.pass_tokens))
@@ -119,6 +119,7 @@ def run(
             "speedup_by_pass_tokens": {size: middle(values)[0] for size, values in speedups.items()},
             "samples_per_s": {size: len(documents) / middle(values)[0] for size, values in seconds.items()},
             "loss_differences": differences,
+            "paired": pairs,
             "checkpoint_s": [asdict(stall) for stall in stalls],
             "step_while_writing_ratio": middle([stall.step_while_writing_s / stall.step_s for stall in stalls])[0],
             "threads": 1,

@@ -144,3 +144,54 @@ def give_lengths(
         number = min(unused, key=lambda number: abs(unused[number] - length))
         requests.append(replace(candidates[number], max_tokens=max(unused.pop(number), 1)))
     return requests
+
+
+def grouped(
+    engine: SteppedEngine,
+    model_path: Path,
+    *,
+    num_prompts: int,
+    group_size: int,
+    selector: SelectorConfig,
+    max_tokens: int,
+    seed: int,
+    draws: int = 3,
+) -> RequestSet:
+    """Groups of siblings, one after another, with the lengths that the policy gave them in one of three draws: the one
+    whose longest is the middle one. Nothing is cut off the tail."""
+    usual = arena_requests(model_path, num_prompts=num_prompts, group_size=group_size, max_tokens=max_tokens, seed=seed)
+    longer = [
+        replace(request, group_id=num_prompts + number, index=index)
+        for number, request in enumerate(
+            long_requests(model_path, num_requests=num_prompts, max_tokens=max_tokens, seed=seed)
+        )
+        for index in range(group_size // 2)
+    ]
+    order = Order(requests=[*usual, *longer], selector=selector, name="lengths")
+    lengths = np.array([[len(tokens) for tokens in engine.run(order).token_ids] for _ in range(draws)])
+    drawn = sorted(lengths[:, : len(usual)].tolist(), key=max)[draws // 2]
+    return RequestSet(give_group_lengths(order.requests, lengths, drawn, group_size), frozenset(end_tokens(model_path)))
+
+
+def give_group_lengths(
+    candidates: Sequence[RolloutRequest], lengths: np.ndarray, wanted: Sequence[int], group_size: int
+) -> list[RolloutRequest]:
+    """Give each group of wanted lengths a prompt, the longest group first: the one of which 75 % of the shortest answer
+    comes nearest to the group's longest length. Lengths stay as wanted. `lengths`: [draw, candidate]."""
+    prompts = {request.group_id: request for request in candidates}
+    shortest = {
+        group: _OF_SHORTEST
+        * min(lengths[:, number].min() for number, one in enumerate(candidates) if one.group_id == group)
+        for group in prompts
+    }
+    groups = [list(wanted[first : first + group_size]) for first in range(0, len(wanted), group_size)]
+    chosen: dict[int, RolloutRequest] = {}
+    for number in sorted(range(len(groups)), key=lambda number: -max(groups[number])):
+        group = min(shortest, key=lambda group: abs(shortest[group] - max(groups[number])))
+        del shortest[group]
+        chosen[number] = prompts[group]
+    return [
+        replace(chosen[number], group_id=number, index=index, max_tokens=length)
+        for number, group in enumerate(groups)
+        for index, length in enumerate(group)
+    ]

@@ -2,7 +2,8 @@
 
 Relied upon:
   vllm/v1/core/sched/scheduler.py    Scheduler: `running` and `waiting` (requests with `num_tokens`), `num_spec_tokens`,
-                                     `max_num_running_reqs`, `vllm_config`; `dynamic_sd_lookup`, a list by batch size
+                                     `max_num_running_reqs` (slots) and `max_num_active_reqs` (admission),
+                                     `vllm_config`; `dynamic_sd_lookup`, a list by batch size
                                      that `schedule` reads for SchedulerOutput.num_spec_tokens_to_schedule; the methods
                                      schedule, update_from_output and update_draft_token_ids, which AsyncScheduler has
   vllm/v1/core/sched/output.py       SchedulerOutput: num_scheduled_tokens, total_num_scheduled_tokens,
@@ -35,6 +36,13 @@ def num_requests(scheduler: Scheduler) -> int:
 def context_tokens(scheduler: Scheduler) -> int:
     """Tokens of all running requests."""
     return sum(request.num_tokens for request in scheduler.running)
+
+
+def limit_requests(scheduler: Scheduler, most: int) -> None:
+    """Run at most this many requests at once from the next step on, no more than the engine was built for; the others
+    wait."""
+    assert most <= scheduler.scheduler_config.max_num_seqs
+    scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = most
 
 
 def set_draft_length(scheduler: Scheduler, table: list[int] | None) -> None:

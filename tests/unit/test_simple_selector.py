@@ -1,0 +1,60 @@
+"""The simple selector: the rival that today's must beat has to be a good one, and run under the same scheduler."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+import pytest
+
+from paceline.config import SimpleSelector
+from paceline.selector.select import Selector, Table, build_selector
+from stepping_engine import GOOD, USELESS, Seconds, SteppingEngine, concave, cpu, long_tail
+
+K, REQUESTS = 7, 64
+
+
+def simple() -> Selector:
+    return build_selector(SimpleSelector(), max_draft_length=K, max_num_requests=REQUESTS)
+
+
+@pytest.mark.parametrize(("shape", "goal"), [(cpu, 0.95), (concave, 0.9)])
+def test_near_the_best_table_on_the_second_batch(shape: Seconds, goal: float) -> None:
+    found = []
+    for seed in range(3):
+        selector, engine = simple(), SteppingEngine(shape, GOOD, seed=seed)
+        SteppingEngine(shape, GOOD, seed=1000 + seed).play(selector, long_tail(100 + seed))
+        hindsight = Table(engine.best_table(REQUESTS, K))
+        best = SteppingEngine(shape, GOOD, seed=seed).play(hindsight, long_tail(seed)).of_hindsight
+        found.append(engine.play(selector, long_tail(seed)).of_hindsight / best)
+    assert median(found) >= goal
+
+
+def test_useless_drafter_is_left_alone() -> None:
+    selector = simple()
+    SteppingEngine(cpu, USELESS, seed=7).play(selector, long_tail(7))
+    assert SteppingEngine(cpu, USELESS, seed=8).play(selector, long_tail(8)).of_plain >= 0.93
+
+
+def test_one_step_in_fifty_is_a_probe_of_a_neighbour() -> None:
+    """More would cost speed, fewer would never notice that another length has become the best."""
+    chosen = SteppingEngine(cpu, GOOD, seed=0, noise=0, outliers=0, drift=0).hold(simple(), 16, 1000)[100:, 0]
+    usual = np.bincount(chosen.astype(int)).argmax()
+    assert np.mean(chosen != usual) == pytest.approx(0.02, abs=0.005)
+    assert set(chosen) <= {usual - 1, usual, usual + 1}
+
+
+def test_slower_machine_does_not_make_it_change_its_mind() -> None:
+    """Only the length in use is measured: without `TOGETHER` the others would look fast on a machine that slowed."""
+    engine, selector = SteppingEngine(cpu, GOOD, seed=0, noise=0, outliers=0, drift=0), simple()
+    engine.hold(selector, 4, 90)
+    engine.true_seconds = lambda *at: 2.5 * cpu(*at)
+    best = max(engine.rate(4, k, 800) for k in range(K + 1))
+    assert engine.hold(selector, 4, 60)[:, 1].mean() >= 0.988 * best
+
+
+def test_new_batch_size_begins_with_what_the_nearest_knows() -> None:
+    engine, selector = SteppingEngine(cpu, GOOD, seed=0), simple()
+    engine.hold(selector, 16, 50)
+    assert engine.hold(selector, 4, 3)[0, 0] >= 3, "not with draft length 0, as from nothing"
+    assert engine.hold(simple(), 4, 3)[0, 0] == 0
