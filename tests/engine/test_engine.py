@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.config import EngineConfig
 from paceline.rollout.engine import VllmEngine
-from paceline.rollout.pulse import FROZEN_S
+from paceline.rollout.pulse import STOPPED_S
 from paceline.types import EngineLostError, Rollout, RolloutRequest
 from random_policy import make_policy
 
@@ -302,7 +302,7 @@ def test_frozen_engine_without_work_is_found_by_its_heartbeat(
         await engine.close()
         return found_s
 
-    assert FROZEN_S < runner.run(scenario()) < 3 * 15
+    assert STOPPED_S < runner.run(scenario()) < 3 * 15
 
 
 def test_no_process_outlives_its_owner(tmp_path: Path, one_cpu: list[int]) -> None:

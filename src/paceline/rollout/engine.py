@@ -33,7 +33,7 @@ from paceline.rollout.internals import scheduler_door
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.internals.shutdown import shut_down
 from paceline.rollout.internals.version import check_version
-from paceline.rollout.pulse import FROZEN_S, Pulse, cpu_used_s, crowd_per_core
+from paceline.rollout.pulse import Pulse, vitals_of
 from paceline.rollout.speculation import check_drafter
 from paceline.types import DraftBin, EngineLostError, PacelineError, Receipt, Rollout, RolloutRequest
 
@@ -73,7 +73,7 @@ class VllmEngine:
         self._stop_token_ids = list(stop_token_ids)
         self._speculates = speculates
         self._processes: list[psutil.Process] = []
-        self._pulse = Pulse(lambda: cpu_used_s(self._processes), crowd_per_core)
+        self._pulse = Pulse(lambda: vitals_of(self._processes))
         self._num_calls = 0
         """Calls under way. They have deadlines of their own, and may wait for others: a push waits for the learner."""
         self._ping: asyncio.Task[None] | None = None
@@ -304,10 +304,8 @@ class VllmEngine:
             raise self._lose("vLLM reports a dead EngineCore")
         silent_s = self._counters.silent_s()
         owes = (bool(self._in_flight) and not self._paused) or self._ping is not None
-        still_s = self._pulse.still_s(
-            silent_s=silent_s if owes and not self._num_calls else 0.0, now_s=time.monotonic()
-        )
-        if still_s > FROZEN_S:
+        waits = owes and not self._num_calls
+        if self._pulse.frozen(silent_s=silent_s if waits else 0.0, now_s=time.monotonic()):
             raise self._lose(f"frozen: no answer for {silent_s:.1f} s, and none of its processes computes")
         if self._in_flight and not self._paused and silent_s > self.config.progress_deadline_s:
             raise self._lose(f"no token for {silent_s:.1f} s with {len(self._in_flight)} requests in flight")
