@@ -45,6 +45,13 @@ def complete(url: str, **body: object) -> dict[str, Any]:
         return json.load(answer)
 
 
+def metrics(url: str) -> dict[str, float]:
+    """Return what the server's /metrics shows, by name; of one that has several labels the last."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
+        lines = [line for line in page.read().decode().splitlines() if line and not line.startswith("#")]
+    return {line.split("{")[0].split(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
 def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:

@@ -156,3 +156,18 @@ def test_amx_is_asked_for_by_names_that_torch_has() -> None:
     import torch
 
     assert callable(torch.cpu._is_amx_tile_supported) and callable(torch.cpu._init_amx)
+
+
+def test_statistics_carry_our_figures_where_there_is_no_lora() -> None:
+    """tests/unit/test_stat_logger.py sends them through vLLM's encoder; here nobody else may read them."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics import loggers
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    assert get_type_hints(SchedulerStats)["waiting_lora_adapters"] == dict[str, int]
+    assert "waiting_lora_adapters" not in inspect.getsource(loggers.LoggingStatLogger)
+    record = inspect.getsource(loggers.PrometheusStatLogger.record)
+    assert "waiting_lora_adapters" not in record.partition("if self.gauge_lora_info is not None")[0]
+    assert "waiting_lora_adapters" not in inspect.getsource(Scheduler)
+    manager = inspect.getsource(loggers.StatLoggerManager.__init__)
+    assert manager.index("extend(custom_stat_loggers)") < manager.index("default_logger_factory"), "ours comes first"

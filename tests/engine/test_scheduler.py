@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from random_policy import make_policy
-from serving import API_SERVER, complete, served
+from serving import API_SERVER, complete, metrics, served
 
 HOST = Path(__file__).with_name("host.py")
 QUIET = {
@@ -125,7 +125,8 @@ def test_scheduler_is_the_one_for_how_vllm_schedules(ahead: bool) -> None:
 
 
 def test_server_adapts_with_two_flags(policy_path: Path, tmp_path: Path) -> None:
-    """`vllm serve` is how most people run vLLM; settings must get through its command line."""
+    """`vllm serve` is how most people run vLLM; settings must get through its command line, figures into its
+    /metrics."""
     trace = tmp_path / "steps.jsonl"
     flags = {
         "--scheduler-cls": "paceline.rollout.scheduler.AdaptiveScheduler",
@@ -145,4 +146,11 @@ def test_server_adapts_with_two_flags(policy_path: Path, tmp_path: Path) -> None
         # Only one token is allowed: n-grams predict it.
         answer = complete(url, prompt=[5, 6, 7], max_tokens=200, allowed_token_ids=[7], ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == 200
+        shown = metrics(url)
+    # The last figures leave with the last step, so the means are of all steps, or of the last seconds' if it was slow.
+    assert 1 < shown["paceline_selector_draft_length_mean"] <= 4
+    assert 1.5 < shown["paceline_rollout_accepted_length"] <= 5
+    assert shown["paceline_selector_failures"] == 0
+    assert shown["paceline_selector_measured_tokens_per_s"] > 0 and shown["paceline_selector_expected_gain"] > 0
+    assert shown["vllm:spec_decode_num_drafts_total"] > 0, "vLLM's own are no longer there"
     assert mean(step["drafted"] for step in steps(trace)[-20:]) > 2

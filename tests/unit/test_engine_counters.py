@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from paceline.metrics import Metrics
 from paceline.orchestrator import engine_counters
 from paceline.orchestrator.engine_counters import Differences, ask
 from paceline.plan.simulate import SimulatedEngine
-from paceline.rollout.counters import BIN_S, MOST_BINS, DraftCounters, Timeline
+from paceline.rollout.counters import BIN_S, MOST_BINS, RECENT_S, DraftCounters, Recent, Timeline
 from paceline.selector.cost import Step
 from paceline.types import DraftBin, EngineLostError
 
@@ -95,10 +96,26 @@ def test_expectation_is_held_against_what_the_same_steps_brought() -> None:
     counters.add(step(drafted=2, seconds=0.3), 100.0)
     counters.add(step(drafted=0, prefill=80), 70.0)  # computes prompts: another kind of step
     counters.add(step(drafted=3), None)  # nothing was expected of it
-    found = reduced(Differences(), {"a": {f"selector/{key}": value for key, value in counters.totals().items()}})
+    found = reduced(Differences(), {"a": counters.totals()})
     assert found["selector/expected_tokens_per_s"] == pytest.approx((50 * 0.1 + 100 * 0.3) / 0.4)
     assert found["selector/measured_tokens_per_s"] == pytest.approx(12 / 0.4)
     assert [found[f"selector/steps_at_k{k}"] for k in range(4)] == [1, 0, 2, 1]
+
+
+def test_recent_means_forget_what_is_long_past() -> None:
+    """A drafter that has died would hide behind the good hours before, and a quiet minute would empty the means."""
+    counters, recent = DraftCounters(max_draft_length=3), Recent()
+    counters.add(step(drafted=3), 50.0)
+    first = recent.means(100.0, counters.totals())
+    assert first["selector/draft_length_mean"] == 3
+    assert first["rollout/accepted_length"] == 1.5  # 4 verifications, 2 tokens
+    assert first["selector/expected_tokens_per_s"] == 50
+    counters.add(step(drafted=1, emitted=9), 70.0)
+    both = recent.means(100.0 + 0.9 * RECENT_S, counters.totals())
+    assert both["selector/draft_length_mean"] == 2 and both["selector/expected_tokens_per_s"] == 60
+    counters.add(replace(step(drafted=0), verified=0, proposed_at=(), accepted_at=()), None)
+    late = recent.means(100.0 + 9 * RECENT_S, counters.totals())
+    assert late == {"selector/draft_length_mean": 0, "rollout/accepted_length": 1}
 
 
 def test_timeline_is_bounded_and_loses_nothing() -> None:

@@ -7,6 +7,8 @@ made by the reader, from differences (`orchestrator/engine_counters.py`).
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paceline.rollout.internals import stats
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 BIN_S = 0.25
 MOST_BINS = 256
+RECENT_S = 10.0
+_STEPS_AT = "selector/steps_at_k"
 
 
 class EngineCounters:
@@ -75,10 +79,13 @@ class DraftCounters:
     def __init__(self, max_draft_length: int) -> None:
         self._steps_at = [0] * (max_draft_length + 1)
         self._predicted_s = self._expected_tokens = self._measured_tokens = 0.0
+        self._verifications = self._accepted = 0
 
     def add(self, step: Step, expected_rate: float | None) -> None:
         """`expected_rate`: tokens per second that the selector expected of the draft length that this step verifies."""
         self._steps_at[min(step.drafted, len(self._steps_at) - 1)] += 1
+        self._verifications += step.proposed_at[0] if step.proposed_at else 0
+        self._accepted += sum(step.accepted_at)
         # A step that also computes prompts is not what the selector's rate is about.
         if expected_rate is not None and not step.num_prefill_tokens:
             self._predicted_s += step.seconds
@@ -86,11 +93,40 @@ class DraftCounters:
             self._measured_tokens += step.num_emitted
 
     def totals(self) -> dict[str, float]:
-        return {f"steps_at_k{k}": float(steps) for k, steps in enumerate(self._steps_at)} | {
-            "predicted_s": self._predicted_s,
-            "expected_tokens": self._expected_tokens,
-            "measured_tokens": self._measured_tokens,
+        return {f"{_STEPS_AT}{k}": float(steps) for k, steps in enumerate(self._steps_at)} | {
+            "selector/predicted_s": self._predicted_s,
+            "selector/expected_tokens": self._expected_tokens,
+            "selector/measured_tokens": self._measured_tokens,
+            "selector/verifications": float(self._verifications),
+            "selector/accepted_tokens": float(self._accepted),
         }
+
+
+class Recent:
+    """Means over the last seconds, made from totals: for readers that have no training step to take means over."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, Mapping[str, float]]] = deque([(float("-inf"), {})])
+
+    def means(self, now_s: float, totals: Mapping[str, float]) -> dict[str, float]:
+        """What happened since the last call that is RECENT_S old, under the keys of metrics.jsonl."""
+        self._seen.append((now_s, totals))
+        while self._seen[1][0] <= now_s - RECENT_S:
+            self._seen.popleft()
+        before = self._seen[0][1]
+        new = {key: value - before.get(key, 0.0) for key, value in totals.items()}
+        steps_at = {int(key.removeprefix(_STEPS_AT)): n for key, n in new.items() if key.startswith(_STEPS_AT)}
+        parts = {
+            "selector/draft_length_mean": (sum(k * n for k, n in steps_at.items()), sum(steps_at.values())),
+            "selector/expected_tokens_per_s": (new["selector/expected_tokens"], new["selector/predicted_s"]),
+            "selector/measured_tokens_per_s": (new["selector/measured_tokens"], new["selector/predicted_s"]),
+            "rollout/accepted_length": (
+                new["selector/accepted_tokens"] + new["selector/verifications"],
+                new["selector/verifications"],
+            ),
+        }
+        without_drafts = {"rollout/accepted_length": 1.0}
+        return without_drafts | {key: part / whole for key, (part, whole) in parts.items() if whole}
 
 
 class Timeline:

@@ -215,7 +215,7 @@ class VllmEngine:
             chosen, drafters = await self._ask(
                 scheduler_door.call(self._llm, "counters"), self._llm.collective_rpc("drafter_counters")
             )
-            found |= {f"selector/{key}": value for key, value in chosen.items()}
+            found |= chosen
             for drafter in drafters:  # one for each worker
                 for key, value in drafter.items():
                     found[f"history/{key}"] = found.get(f"history/{key}", 0.0) + value

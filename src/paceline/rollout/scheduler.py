@@ -31,9 +31,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from paceline.config import DrafterConfig, MeasuredSelector, Section, SelectorConfig
-from paceline.rollout.counters import DraftCounters, Timeline
+from paceline.rollout.counters import DraftCounters, Recent, Timeline
 from paceline.rollout.internals import scheduler as internals
-from paceline.rollout.internals import scheduler_door
+from paceline.rollout.internals import scheduler_door, stats_passenger
 from paceline.rollout.speculation import own_settings
 from paceline.selector.cost import Step
 from paceline.selector.select import Selector, build_selector
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_IN_FLIGHT = 64
+_TELL_EVERY_S = 0.5
 _SELECTOR_TOTALS = ("num_probes", "num_switches", "num_acceptance_changes", "num_refused_steps")
 
 
@@ -92,6 +93,8 @@ class AdaptiveScheduler(Scheduler):
         self._num_trace_failures = 0
         self._draft_limit: int | None = None
         self._drafts = DraftCounters(self.num_spec_tokens)
+        self._recent = Recent()
+        self._told_s = 0.0
         self._timeline = Timeline()
         self._tables = [[k] * (self.max_num_running_reqs + 1) for k in range(self.num_spec_tokens + 1)]
         self._lengths = (0, *(settings.draft_lengths or range(self.num_spec_tokens + 1)))
@@ -107,13 +110,22 @@ class AdaptiveScheduler(Scheduler):
     # Called by the engine's owner.
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start, by the last part of their metric keys (`selector/...`)."""
+        """Totals since the start, by metric key."""
         believed = dict(self.selector.figures()) if self.selector is not None else {}
         return (
             self._drafts.totals()
-            | {key: believed[key] for key in _SELECTOR_TOTALS if key in believed}
-            | {"failures": float(self._num_failures), "trace_failures": float(self._num_trace_failures)}
+            | {f"selector/{key}": believed[key] for key in _SELECTOR_TOTALS if key in believed}
+            | self._failures()
         )
+
+    def figures(self, now_s: float) -> dict[str, float]:
+        """What Prometheus shows, by metric key: means of the last seconds, what is expected now, and failures since the
+        start."""
+        believed = dict(self.selector.figures()) if self.selector is not None else {}
+        plain = believed.get("expected_rate/0")
+        preferred = believed.get("current", believed.get("chosen", 0.0))
+        gain = {"selector/expected_gain": believed[f"expected_rate/{preferred:.0f}"] / plain} if plain else {}
+        return self._recent.means(now_s, self._drafts.totals()) | gain | self._failures()
 
     def take_timeline(self) -> list[list[float]]:
         """What was drafted and accepted over time since the last call: rows of `types.DraftBin`."""
@@ -153,6 +165,7 @@ class AdaptiveScheduler(Scheduler):
             self._drafts.add(step, begun.expected_rate)
             self._timeline.add(now_s, step)
             self._write_trace(step, scheduler_output, emitted)
+            self._tell(outputs, now_s)
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
@@ -183,6 +196,22 @@ class AdaptiveScheduler(Scheduler):
             self.selector.observe(step)
         except Exception:  # noqa: BLE001  as above
             self._selector_failed("observe")
+
+    def _tell(self, outputs: dict[int, EngineCoreOutputs], now_s: float) -> None:
+        """Send the figures along with vLLM's statistics, twice a second and when nothing is left to do."""
+        if now_s < self._told_s + _TELL_EVERY_S and internals.num_requests(self):
+            return
+        self._told_s = now_s
+        try:
+            stats_passenger.board(outputs, self.vllm_config, lambda: self.figures(now_s))
+        except Exception:  # noqa: BLE001  as above
+            self._selector_failed("figures")
+
+    def _failures(self) -> dict[str, float]:
+        return {
+            "selector/failures": float(self._num_failures),
+            "selector/trace_failures": float(self._num_trace_failures),
+        }
 
     def _selector_failed(self, what: str) -> None:
         self._num_failures += 1
