@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -236,6 +237,63 @@ def test_a_pushed_drafter_leaves_the_policy_alone(
     assert [ids.tolist() for ids in after] == [ids.tolist() for ids in before]
     assert ok == own_ends
     assert ok or "embed_tokens" in (error or ""), error
+
+
+def test_drafter_survives_a_reload_and_a_sleep_that_wipe_it(
+    policy_path: Path, engine_config: EngineConfig, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    """Nothing fails when a drafter's weights are lost: drafts are rejected, and the engine is slow for ever. The CPU's
+    sleep does nothing, so the loss is planted in it."""
+    drafter_path = assets.drafter("tiny", "eagle3")
+    random_drafter(drafter_path, tmp_path / "random", seed=3)
+    speculation = SpeculationConfig.model_validate(
+        {
+            "drafter": {"kind": "eagle3", "path": str(drafter_path)},
+            "max_draft_length": DRAFT_LENGTH,
+            "selector": FixedSelector(draft_length=DRAFT_LENGTH),
+        }
+    )
+
+    def plant(args: Any) -> None:
+        args.worker_extension_cls = "wiping_worker.WipingWorker"
+
+    async def scenario() -> None:
+        engine = await VllmEngine.start(
+            "test", policy_path, engine_config, seed=0, speculation=speculation, adjust=plant
+        )
+        sender = ShmSender()
+
+        async def wiped(num_restored: int) -> None:
+            """Wipe the drafter in both ways, and find it whole and counted."""
+            before = await engine.rpc("drafter_fingerprints")
+            assert len(before[0]) > 1
+            for calls in ([("reload_weights",)], [("sleep", 2), ("wake_up",)]):
+                for call in calls:
+                    await engine.rpc(*call)
+                assert await engine.rpc("drafter_fingerprints") == before
+                num_restored += 1
+                metrics = await engine.metrics()
+                assert (metrics["draft/restored"], metrics["draft/restore_failures"]) == (num_restored, 0)
+
+        try:
+            prompts = make_prompts(8, seed=2)
+            loaded, share = await engine.rpc("drafter_fingerprints"), await accepted_share(engine, prompts)
+            await engine.rpc("reload_weights")
+            assert (await engine.metrics())["draft/restored"] == 0, "an ordinary reload loses nothing"
+            for method in ("reload_weights", "wake_up"):
+                await engine.rpc("lose_drafter_in", method)
+            await wiped(num_restored=0)
+            assert await accepted_share(engine, prompts) == pytest.approx(share, rel=0.02)
+            weights = drafter_weights(tmp_path / "random" / "model.safetensors")
+            receipt = await engine.receive(sender.stage(1, weights.items(), target="drafter"))
+            assert receipt.ok, receipt
+            assert await engine.rpc("drafter_fingerprints") != loaded, "the pushed drafter must stay"
+            await wiped(num_restored=2)
+        finally:
+            sender.close()
+            await engine.close()
+
+    runner.run(scenario())
 
 
 async def accepted_share(engine: VllmEngine, prompts: Sequence[Tokens]) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.rollout.arguments import engine_args
-from paceline.rollout.internals import registry, request_ids, scheduler_door, stats
+from paceline.rollout.internals import drafter_survival, registry, request_ids, scheduler_door, stats
 from paceline.rollout.internals.model_runner import planned_runner
 
 pytest.importorskip("vllm", reason="asks the installed vLLM")
@@ -171,3 +171,30 @@ def test_statistics_carry_our_figures_where_there_is_no_lora() -> None:
     assert "waiting_lora_adapters" not in inspect.getsource(Scheduler)
     manager = inspect.getsource(loggers.StatLoggerManager.__init__)
     assert manager.index("extend(custom_stat_loggers)") < manager.index("default_logger_factory"), "ours comes first"
+
+
+def test_engine_core_passes_on_what_is_done_to_weights() -> None:
+    """A drafter would be lost again without a word: nobody would be told of a sleep or a reload."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.executor import Executor
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert parameters(EngineCore.sleep)[1] == "level" and parameters(EngineCore.wake_up) == ["self", "tags"]
+    assert parameters(EngineCore.collective_rpc) == ["self", "method", "timeout", "args", "kwargs"]
+    assert parameters(Executor.collective_rpc)[1:5] == ["method", "timeout", "args", "kwargs"]
+    for method in drafter_survival._MEANINGS:
+        assert callable(getattr(Worker, method)), method
+        assert method == "reload_weights" or f'"{method}"' in inspect.getsource(AsyncLLM), method
+    assert parameters(Worker.sleep) == ["self", "level"] and parameters(Worker.wake_up) == ["self", "tags"]
+    assert callable(Worker.get_draft_model) and callable(Worker.get_model)
+    stock = {name: getattr(EngineCore, name) for name in drafter_survival._WATCHED}
+    try:
+        for _ in range(2):
+            drafter_survival.install()
+        assert getattr(EngineCore.sleep, "__wrapped__") is stock["sleep"], "wrapped twice"  # noqa: B009
+        bound = EngineCore.collective_rpc.__get__(object())
+        assert EngineCoreProc._convert_msgspec_args(bound, ("reload_weights", None, (), None))[0] == "reload_weights"
+    finally:
+        for name, method in stock.items():
+            setattr(EngineCore, name, method)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -41,7 +42,11 @@ def drafting(request: pytest.FixtureRequest) -> Iterator[tuple[str, DrivenEngine
             "selector": {"kind": "fixed", "draft_length": DRAFT_LENGTH},
         }
     )
-    for engine in started(assets.policy("tiny"), speculation, async_scheduling=True, config=V2_CONFIG):
+
+    def plant(args: Any) -> None:
+        args.worker_extension_cls = "wiping_worker.WipingWorker"
+
+    for engine in started(assets.policy("tiny"), speculation, async_scheduling=True, config=V2_CONFIG, adjust=plant):
         yield request.param, engine
 
 
@@ -78,3 +83,19 @@ def test_pushed_drafter_drafts(drafting: tuple[str, DrivenEngine], tmp_path: Pat
     else:
         assert random - 1 < 0.3 * (loaded - 1)
     assert pushed == pytest.approx(loaded, rel=0.05)
+
+
+def test_drafter_survives_a_reload_and_a_sleep_that_wipe_it(drafting: tuple[str, DrivenEngine]) -> None:
+    """As tests/engine/test_drafters.py has it for V1, whose runner finds its drafter elsewhere."""
+    _, engine = drafting
+    before, restored = engine.rpc("drafter_fingerprints"), engine.metrics()["draft/restored"]
+    for method in ("reload_weights", "wake_up"):
+        engine.rpc("lose_drafter_in", method)
+    for calls in ([("reload_weights",)], [("sleep", 2), ("wake_up",)]):
+        for call in calls:
+            engine.rpc(*call)
+        assert engine.rpc("drafter_fingerprints") == before
+        restored += 1
+        assert engine.metrics()["draft/restored"] == restored
+    assert engine.metrics()["draft/restore_failures"] == 0
+    assert accepted_length(engine.sample(prompts(8), max_tokens=MAX_TOKENS, temperature=0.0)) > 2

@@ -14,7 +14,16 @@ from paceline.metrics import Metrics
 from paceline.orchestrator import engine_counters
 from paceline.orchestrator.engine_counters import Differences, ask
 from paceline.plan.simulate import SimulatedEngine
-from paceline.rollout.counters import BIN_S, MOST_BINS, RECENT_S, DraftCounters, Recent, Timeline
+from paceline.rollout.counters import (
+    ALARM_VERIFICATIONS,
+    BIN_S,
+    MOST_BINS,
+    RECENT_S,
+    AcceptanceAlarm,
+    DraftCounters,
+    Recent,
+    Timeline,
+)
 from paceline.selector.cost import Step
 from paceline.types import DraftBin, EngineLostError
 
@@ -116,6 +125,20 @@ def test_recent_means_forget_what_is_long_past() -> None:
     counters.add(replace(step(drafted=0), verified=0, proposed_at=(), accepted_at=()), None)
     late = recent.means(100.0 + 9 * RECENT_S, counters.totals())
     assert late == {"selector/draft_length_mean": 0, "rollout/accepted_length": 1}
+
+
+def test_alarm_is_raised_once_when_acceptance_dies() -> None:
+    """A lost drafter costs half the speed and no error; one that is being trained, or slips, is no alarm."""
+
+    def window(alarm: AcceptanceAlarm, accepted: int) -> int:
+        """Alarms in a window in which so many of every four verifications accept a token."""
+        verified = replace(step(drafted=2), proposed_at=(4, 4), accepted_at=(accepted, 0))
+        idle = replace(step(drafted=0), verified=0, proposed_at=(), accepted_at=())
+        return sum(alarm.add(part) for _ in range(ALARM_VERIFICATIONS // 4) for part in (verified, idle))
+
+    alarm = AcceptanceAlarm()
+    assert [window(alarm, accepted) for accepted in (0, 0, 3, 1, 0, 0, 2, 0)] == [0, 0, 0, 0, 1, 0, 0, 1]
+    assert alarm.num_alarms == 2
 
 
 def test_timeline_is_bounded_and_loses_nothing() -> None:

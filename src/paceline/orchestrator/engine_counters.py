@@ -31,6 +31,9 @@ SUMS = (
     "history/broken_files",
     "history/shared_rollouts",
     "history/merged_rollouts",
+    "draft/alarms",
+    "draft/restored",
+    "draft/restore_failures",
     "draft/hand_over_failures",
     "learner/restarted",
 )

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 BIN_S = 0.25
 MOST_BINS = 256
 RECENT_S = 10.0
+ALARM_VERIFICATIONS = 256
+ALIVE, DEAD = 0.2, 0.05
+"""Accepted tokens per verification, over so many, from which on a drafter is at work, and below which it is not."""
 _STEPS_AT = "selector/steps_at_k"
 
 
@@ -127,6 +130,29 @@ class Recent:
         }
         without_drafts = {"rollout/accepted_length": 1.0}
         return without_drafts | {key: part / whole for key, (part, whole) in parts.items() if whole}
+
+
+class AcceptanceAlarm:
+    """Tells once that a drafter is dead: drafts were accepted, and now hardly any is. One that never was any good is no
+    alarm: it may be about to be trained."""
+
+    def __init__(self) -> None:
+        self.num_alarms = 0
+        self._alive = False
+        self._verifications = self._accepted = 0
+
+    def add(self, step: Step) -> bool:
+        """Whether the drafter was found dead in this step."""
+        self._verifications += step.proposed_at[0] if step.proposed_at else 0
+        self._accepted += sum(step.accepted_at)
+        if self._verifications < ALARM_VERIFICATIONS:
+            return False
+        rate = self._accepted / self._verifications
+        self._verifications = self._accepted = 0
+        died = self._alive and rate < DEAD
+        self._alive = rate >= ALIVE or (self._alive and not died)
+        self.num_alarms += died
+        return died
 
 
 class Timeline:

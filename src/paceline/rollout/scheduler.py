@@ -31,9 +31,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from paceline.config import DrafterConfig, MeasuredSelector, Section, SelectorConfig
-from paceline.rollout.counters import DraftCounters, Recent, Timeline
+from paceline.rollout.counters import AcceptanceAlarm, DraftCounters, Recent, Timeline
+from paceline.rollout.internals import drafter_survival, scheduler_door, stats_passenger
 from paceline.rollout.internals import scheduler as internals
-from paceline.rollout.internals import scheduler_door, stats_passenger
+from paceline.rollout.internals.drafter_model import is_learned
 from paceline.rollout.speculation import own_settings
 from paceline.selector.cost import Step
 from paceline.selector.select import Selector, build_selector
@@ -93,6 +94,12 @@ class AdaptiveScheduler(Scheduler):
         self._num_trace_failures = 0
         self._draft_limit: int | None = None
         self._drafts = DraftCounters(self.num_spec_tokens)
+        self.survival: drafter_survival.DrafterSurvival | None = None
+        """Looks after a learned drafter; EngineCore tells it what is done to weights."""
+        if is_learned(self.vllm_config.speculative_config):
+            drafter_survival.install()
+            self.survival = drafter_survival.DrafterSurvival()
+        self._alarm = AcceptanceAlarm()
         self._recent = Recent()
         self._told_s = 0.0
         self._timeline = Timeline()
@@ -117,15 +124,6 @@ class AdaptiveScheduler(Scheduler):
             | {f"selector/{key}": believed[key] for key in _SELECTOR_TOTALS if key in believed}
             | self._failures()
         )
-
-    def figures(self, now_s: float) -> dict[str, float]:
-        """What Prometheus shows, by metric key: means of the last seconds, what is expected now, and failures since the
-        start."""
-        believed = dict(self.selector.figures()) if self.selector is not None else {}
-        plain = believed.get("expected_rate/0")
-        preferred = believed.get("current", believed.get("chosen", 0.0))
-        gain = {"selector/expected_gain": believed[f"expected_rate/{preferred:.0f}"] / plain} if plain else {}
-        return self._recent.means(now_s, self._drafts.totals()) | gain | self._failures()
 
     def take_timeline(self) -> list[list[float]]:
         """What was drafted and accepted over time since the last call: rows of `types.DraftBin`."""
@@ -164,6 +162,11 @@ class AdaptiveScheduler(Scheduler):
             self._observe(step)
             self._drafts.add(step, begun.expected_rate)
             self._timeline.add(now_s, step)
+            if self.survival is not None and self._alarm.add(step):
+                logger.warning(
+                    "the drafter is dead: its drafts were accepted, and now hardly any is. Its weights were lost, or "
+                    "the policy has left it behind"
+                )
             self._write_trace(step, scheduler_output, emitted)
             self._tell(outputs, now_s)
         return outputs
@@ -203,15 +206,29 @@ class AdaptiveScheduler(Scheduler):
             return
         self._told_s = now_s
         try:
-            stats_passenger.board(outputs, self.vllm_config, lambda: self.figures(now_s))
+            stats_passenger.board(outputs, self.vllm_config, lambda: self._figures(now_s))
         except Exception:  # noqa: BLE001  as above
             self._selector_failed("figures")
 
+    def _figures(self, now_s: float) -> dict[str, float]:
+        """What Prometheus shows, by metric key: means of the last seconds, what is expected now, and failures since the
+        start."""
+        believed = dict(self.selector.figures()) if self.selector is not None else {}
+        plain = believed.get("expected_rate/0")
+        preferred = believed.get("current", believed.get("chosen", 0.0))
+        gain = {"selector/expected_gain": believed[f"expected_rate/{preferred:.0f}"] / plain} if plain else {}
+        drafter = {}
+        if self.survival is not None:
+            drafter = {"draft/version": float(self.survival.version), "draft/age_s": now_s - self.survival.updated_s}
+        return self._recent.means(now_s, self._drafts.totals()) | gain | drafter | self._failures()
+
     def _failures(self) -> dict[str, float]:
-        return {
-            "selector/failures": float(self._num_failures),
-            "selector/trace_failures": float(self._num_trace_failures),
-        }
+        counts = {"selector/failures": self._num_failures, "selector/trace_failures": self._num_trace_failures}
+        if self.survival is not None:
+            counts["draft/alarms"] = self._alarm.num_alarms
+            counts["draft/restored"] = self.survival.num_restored
+            counts["draft/restore_failures"] = self.survival.num_failures
+        return {key: float(count) for key, count in counts.items()}
 
     def _selector_failed(self, what: str) -> None:
         self._num_failures += 1
