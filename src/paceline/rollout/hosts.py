@@ -56,7 +56,8 @@ class Filling:
 
     def line(self, setting: str) -> str:
         """Return names and reasons on one line, for a log."""
-        return f"{VARIABLE}={setting} fills in {', '.join(self.arguments) or 'nothing'}: {'; '.join(self.reasons)}"
+        reasons = "; ".join(self.reasons).replace("\n", "; ")
+        return f"{VARIABLE}={setting} fills in {', '.join(self.arguments) or 'nothing'}: {reasons}"
 
 
 def given(arguments: Any) -> dict[str, Any]:
