@@ -112,7 +112,8 @@ def test_speculation_of_the_host_stays(name: str, ngram: str) -> None:
 def test_filling_in_twice_changes_nothing_more(ngram: str) -> None:
     """vLLM makes the config of one set of arguments more than once."""
     first = fill({"model": "policy"}, ngram)
-    assert fill({"model": "policy"} | first.arguments, ngram).arguments == {}
+    second = fill({"model": "policy"} | first.arguments, ngram)
+    assert second.arguments == {} and second.line(ngram).endswith("fills in nothing: everything is set already")
 
 
 def test_drafter_is_loaded_where_the_policy_is_a_dummy(eagle: str, ngram: str) -> None:

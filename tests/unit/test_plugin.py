@@ -6,6 +6,7 @@ import ast
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,29 +14,39 @@ from typing import Any
 import pytest
 
 from paceline.rollout import plugin
-from paceline.rollout.internals import engine_arguments
+from paceline.rollout.internals import engine_arguments, platform, sampler_fix
+from paceline.rollout.speculation import SCHEDULER
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
     """What the plugins log in a process that they have not run in yet."""
-    found: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = found.append
+    handler = Lines()
     level = plugin.logger.level
     plugin.logger.addHandler(handler)
     plugin.logger.setLevel(logging.INFO)
     monkeypatch.setattr(plugin, "_said", set())
     monkeypatch.delenv("PACELINE", raising=False)
-    yield found
+    yield handler.records
     plugin.logger.removeHandler(handler)
     plugin.logger.setLevel(level)
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A vLLM that we know, and that has nothing but a version."""
-    fake = SimpleNamespace(__version__="0.32.0")
+    fake: Any = SimpleNamespace(__version__="0.32.0")
     monkeypatch.setitem(sys.modules, "vllm", fake)
     return fake
 
@@ -110,7 +121,7 @@ def test_who_sets_the_variable_is_warned_that_nothing_is_done(
 
 @pytest.mark.parametrize("broken", [None, SimpleNamespace()])
 def test_vllm_without_a_version_is_left_alone(
-    broken: object, taken: list[str], lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+    broken: Any, taken: list[str], lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An import that fails, and a module without `__version__`."""
     monkeypatch.setitem(sys.modules, "vllm", broken)
@@ -227,3 +238,25 @@ def test_arguments_are_watched_only_where_the_variable_is_set(
     assert arguments.create_engine_config is not stock
     monkeypatch.delenv("PACELINE")  # as rollout/arguments.py does for our own engines
     assert arguments().create_engine_config()["scheduler_cls"] is None
+    assert lines == []
+
+
+@dataclass
+class HostArguments:
+    model: str = "policy"
+    scheduler_cls: str | None = None
+    speculative_config: dict[str, Any] | None = None
+    additional_config: dict[str, Any] = field(default_factory=dict)
+
+
+def test_variable_is_followed_and_said_once(lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU whose sampler was not mended, speculation would sample from a wrong distribution."""
+    monkeypatch.setenv("PACELINE", "auto")
+    monkeypatch.setattr(platform, "on_cpu", lambda: True)
+    monkeypatch.setattr(sampler_fix, "needs_mending", lambda: False)
+    for _ in range(2):
+        assert plugin._fill(HostArguments())["scheduler_cls"] == SCHEDULER
+    monkeypatch.setattr(sampler_fix, "needs_mending", lambda: True)
+    assert plugin._fill(HostArguments()) == {}
+    assert [record.levelno for record in lines] == [logging.INFO, logging.WARNING]
+    assert "PACELINE=auto fills in speculative_config, scheduler_cls, additional_config" in lines[0].getMessage()

@@ -37,7 +37,7 @@ from paceline.selector.select import build_selector
 
 VARIABLE = "PACELINE"
 AUTO = "auto"
-"""Setting that stands for n-grams, which vLLM drafts in every host, and the measured selector."""
+"""Setting that stands for n-grams, which need neither weights nor training, and the measured selector."""
 _MAX_NUM_SEQS = 256
 """Batches that are planned for where the host leaves `max_num_seqs` to vLLM."""
 _SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
@@ -167,7 +167,7 @@ def _filling(
         arguments["scheduler_cls"] = SCHEDULER
     if (own := settings | host.get("paceline", {})) != host.get("paceline"):
         arguments["additional_config"] = host | {"paceline": own}
-    return Filling(arguments=arguments, reasons=tuple(reasons))
+    return Filling(arguments=arguments, reasons=tuple(reasons) if arguments else ("everything is set already",))
 
 
 def _check(given: Mapping[str, Any], speculation: SpeculationConfig, engine: EngineConfig) -> None:

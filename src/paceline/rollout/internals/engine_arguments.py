@@ -20,6 +20,8 @@ from typing import Any
 
 logger = logging.getLogger("vllm.plugins.paceline")
 MODULE = "vllm.engine.arg_utils"
+_MARK = "paceline_fills"
+"""Attribute of the wrapped method: plugins may be loaded twice, and others may wrap it too."""
 
 
 def fill_before_use(filler: Callable[[Any], Mapping[str, Any]]) -> bool:
@@ -29,7 +31,7 @@ def fill_before_use(filler: Callable[[Any], Mapping[str, Any]]) -> bool:
         return False
     arguments_class = sys.modules[MODULE].EngineArgs
     stock = arguments_class.create_engine_config
-    if hasattr(stock, "__wrapped__"):
+    if hasattr(stock, _MARK):
         return True
 
     @functools.wraps(stock)
@@ -52,5 +54,6 @@ def fill_before_use(filler: Callable[[Any], Mapping[str, Any]]) -> bool:
         logger.warning("PACELINE: vLLM refused %s (%s); the engine starts without it", ", ".join(filled), refused)
         return config
 
+    setattr(create_engine_config, _MARK, True)
     arguments_class.create_engine_config = create_engine_config
     return True
