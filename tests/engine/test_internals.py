@@ -10,8 +10,16 @@ from typing import Any, get_type_hints
 import pytest
 
 from paceline.config import EngineConfig
+from paceline.rollout import hosts, speculation
 from paceline.rollout.arguments import engine_args
-from paceline.rollout.internals import drafter_survival, registry, request_ids, scheduler_door, stats
+from paceline.rollout.internals import (
+    drafter_survival,
+    engine_arguments,
+    registry,
+    request_ids,
+    scheduler_door,
+    stats,
+)
 from paceline.rollout.internals.model_runner import planned_runner
 
 pytest.importorskip("vllm", reason="asks the installed vLLM")
@@ -150,6 +158,31 @@ def test_backends_can_be_registered_twice() -> None:
         registry.register_backend("paceline_canary", "paceline.rollout.receiver", "ShmWeightTransferEngine")
     assert "paceline_canary" in WeightTransferEngineFactory._registry
     del WeightTransferEngineFactory._registry["paceline_canary"]
+
+
+def test_engine_arguments_can_be_filled_in_before_their_config_is_made(
+    policy_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names that PACELINE sets and looks at are vLLM's, and its config is made of what was set."""
+    from vllm.config import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    read = {"load_format", "max_model_len", "max_num_seqs", "enforce_eager", "runner", "convert", "compilation_config"}
+    read |= {"distributed_executor_backend", "cudagraph_capture_sizes", "scheduler_cls", "additional_config"}
+    assert read | {"speculative_config", *hosts._RANKS} <= names(EngineArgs)
+    assert {"draft_load_config", "num_speculative_tokens_per_batch_size"} <= names(SpeculativeConfig)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)  # put back afterwards
+    filling = hosts.fill({"max_num_seqs": 4}, hosts.AUTO)
+    filling.arguments["speculative_config"]["draft_load_config"] = {"load_format": "auto"}
+    assert engine_arguments.fill_before_use(lambda arguments: filling.arguments)
+    arguments = EngineArgs(model=str(policy_path), skip_tokenizer_init=True, max_num_seqs=4, load_format="dummy")
+    assert hosts.given(arguments).keys() & read == {"max_num_seqs", "load_format"}, "defaults look set by the host"
+    config = arguments.create_engine_config()
+    assert config.scheduler_config.scheduler_cls == speculation.SCHEDULER
+    assert speculation.own_settings(config.additional_config)["selector"]["kind"] == "measured"
+    speculative = config.speculative_config
+    assert speculative is not None and speculative.method == "ngram"
+    assert speculative.draft_load_config is not None and speculative.draft_load_config.load_format == "auto"
 
 
 def test_amx_is_asked_for_by_names_that_torch_has() -> None:

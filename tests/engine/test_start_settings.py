@@ -84,6 +84,13 @@ def test_scheduler_and_proposer_get_their_settings_either_way(tmp_path: Path) ->
     assert own_settings(args.additional_config)["drafter"]["share_directory"] == str(tmp_path / "a")
 
 
+def test_our_own_engines_are_set_by_their_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PACELINE is for other hosts: the plain engine that certify compares with would speculate too."""
+    monkeypatch.setenv("PACELINE", "auto")
+    assert engine_args(tmp_path, EngineConfig(), 0).speculative_config is None
+    assert "PACELINE" not in os.environ
+
+
 def graph_manager(speculative: dict[str, Any], sizes: list[int], *, max_num_seqs: int) -> Any:
     """vLLM's manager of the target model's graphs with its candidates, as its V2 runner makes it, without a device."""
     from vllm.config.compilation import CUDAGraphMode

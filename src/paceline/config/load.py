@@ -38,6 +38,14 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         raise ValueError("\n".join(_explain(detail) for detail in error.errors())) from None
 
 
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Read `a.b=value` words that are no part of a config, as a tree."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        _apply(tree, override)
+    return tree
+
+
 def sections_in(annotation: Any) -> list[type[Section]]:
     """Sections that a field of this type may hold: one, several for a union of kinds, none for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, Section):

@@ -158,7 +158,7 @@ def widen(
     too."""
     verify_checksums(source)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    policy = _policy_config(policy_path)
+    policy = policy_config(policy_path)
     weights = load_file(source / "model.safetensors")
     fc_HKD = weights["fc.weight"].unflatten(1, (len(taps), -1))
     padding = policy["hidden_size"] - fc_HKD.shape[-1]
@@ -215,7 +215,7 @@ def read_taps(drafter_path: Path, model_path: Path) -> tuple[int, ...]:
     """Read which hidden states of the policy a checkpoint uses, in vLLM's numbering (i: after i layers)."""
     config = json.loads((drafter_path / "config.json").read_text(encoding="utf-8"))
     kind = config.get("speculators_model_type", "eagle3")
-    return tuple(_taps(kind, config, _policy_config(model_path)["num_hidden_layers"]))
+    return tuple(_taps(kind, config, policy_config(model_path)["num_hidden_layers"]))
 
 
 def preflight(drafter_path: Path, model_path: Path, *, kind: str, max_model_len: int) -> None:
@@ -225,7 +225,7 @@ def preflight(drafter_path: Path, model_path: Path, *, kind: str, max_model_len:
     """
     who = f"speculation.drafter.path: {drafter_path}"
     config, layer, shapes = read_parts(drafter_path, kind, who=who)
-    policy = _policy_config(model_path)
+    policy = policy_config(model_path)
     if layer["vocab_size"] != policy["vocab_size"]:
         raise ValueError(
             f"{who} has a vocabulary of {layer['vocab_size']}; must be {policy['vocab_size']} because token ids are "
@@ -337,7 +337,8 @@ def _mask_token(config: dict[str, Any]) -> int:
     return -1 if mask is None else mask
 
 
-def _policy_config(path: Path) -> dict[str, Any]:
+def policy_config(path: Path) -> dict[str, Any]:
+    """Read a policy's config; the part of its language model, if it has others."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     return config.get("text_config", config)
 

@@ -34,6 +34,9 @@ def engine_args(
     """The settings of one engine."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    # Fills in what other hosts leave unset (hosts.py). Here the config decides, and the plain engine of a comparison
+    # stays plain.
+    os.environ.pop("PACELINE", None)
     cpu, fp8 = on_cpu(), config.weights == "fp8"
     compiles = config.compiles(gpu=not cpu)
     if cpu and not has_amx():

@@ -2,23 +2,112 @@
 
 Two, because vLLM's own VLLM_PLUGINS can leave one out: `VLLM_PLUGINS=paceline` is the stock sampler, which certify must
 find wrong.
+
+vLLM does not catch what a plugin raises, so an error in here would end engines that have nothing to do with Paceline.
+None gets out, nothing is done in a vLLM that this release does not know, importing this module needs the standard
+library only, and each plugin says once per process what it did. Our own engines ask for what they need
+(`VllmEngine._check_sampler`, `check_version`).
 """
 
 from __future__ import annotations
 
-from paceline.rollout.internals import amx, sampler_fix
-from paceline.rollout.internals.registry import register_backend
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
 
+logger = logging.getLogger("vllm.plugins.paceline")
+"""Below vLLM's logger, whose level and handler hold for it."""
 _BACKEND = "paceline"
 """As `weight_transfer_config` spells it."""
+_said: set[str] = set()
 
 
 def register() -> None:
-    """Initialise AMX and make the weight wire known to vLLM. Changes nothing for an engine that does not name it."""
-    amx.initialise_amx()
-    register_backend(_BACKEND, "paceline.rollout.receiver", "PushReceiver")
+    """Initialise AMX, make the weight wire known to vLLM, and fill engine arguments in if PACELINE is set. Without that
+    variable it changes nothing for an engine that does not name the wire."""
+    _run("paceline", _initialise_amx, _register_backend, _watch_arguments)
 
 
 def mend() -> None:
     """Make speculation sound where this vLLM's sampler is not."""
-    sampler_fix.mend_sampler()
+    _run("paceline_sampler", _mend_sampler)
+
+
+def _run(plugin: str, *steps: Callable[[], str]) -> None:
+    """Take each step though another fails: it costs that feature, not the host's engine."""
+    level, said = logging.INFO, list[str]()
+    try:
+        import vllm
+
+        from paceline.rollout.internals.version import KNOWN, is_known
+
+        known, unknown = is_known(vllm.__version__), f"knows vLLM {KNOWN}, not {vllm.__version__}"
+    except Exception as error:  # noqa: BLE001  whatever this vLLM is, it is not one that we know
+        known, unknown = False, f"cannot tell which vLLM this is: {error!r}"
+    if not known:
+        level, said = _level_of_nothing(), [f"nothing done, because Paceline {unknown}"]
+    for step in steps if known else ():
+        try:
+            said.append(step())
+        except Exception as error:  # noqa: BLE001  as above
+            level = logging.WARNING
+            said.append(f"{step.__name__.strip('_').replace('_', ' ')} failed: {error!r}")
+    _say(level, f"plugin {plugin}: {'; '.join(said)}")
+
+
+def _level_of_nothing() -> int:
+    return logging.WARNING if os.environ.get("PACELINE") else logging.INFO
+
+
+def _say(level: int, line: str) -> None:
+    """Log a line once per process: vLLM may call a plugin, and make a config, more than once."""
+    if line not in _said:
+        _said.add(line)
+        logger.log(level, line)
+
+
+def _initialise_amx() -> str:
+    from paceline.rollout.internals.amx import initialise_amx
+
+    return "AMX initialised" if initialise_amx() else "no AMX"
+
+
+def _register_backend() -> str:
+    from paceline.rollout.internals.registry import register_backend
+
+    register_backend(_BACKEND, "paceline.rollout.receiver", "PushReceiver")
+    return f"weight-transfer backend {_BACKEND} registered"
+
+
+def _mend_sampler() -> str:
+    from paceline.rollout.internals.sampler_fix import mend_sampler
+
+    if mend_sampler():
+        return "expand_batch_to_tokens replaced, which reads uninitialised memory on the CPU (vLLM issue 55005)"
+    return "the sampler is left as it is"
+
+
+def _watch_arguments() -> str:
+    if not os.environ.get("PACELINE"):
+        return "PACELINE is not set"
+    from paceline.rollout.internals.engine_arguments import fill_before_use
+
+    return "PACELINE is set" if fill_before_use(_fill) else "PACELINE is for the process that makes the engine's config"
+
+
+def _fill(arguments: Any) -> dict[str, Any]:
+    """Return what PACELINE sets in vLLM's engine arguments, and say so.
+
+    The variable is read here and not earlier, because `rollout/arguments.py` removes it for our own engines, which are
+    set by their config."""
+    setting = os.environ.get("PACELINE")
+    if not setting:
+        return {}
+    from paceline.rollout.hosts import fill, given
+    from paceline.rollout.internals.platform import on_cpu
+    from paceline.rollout.internals.sampler_fix import needs_mending
+
+    filling = fill(given(arguments), setting, on_gpu=not on_cpu(), sound_sampler=not needs_mending())
+    _say(logging.WARNING if filling.refused else logging.INFO, filling.line(setting))
+    return filling.arguments

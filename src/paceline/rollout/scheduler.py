@@ -13,9 +13,10 @@ One step, as the scheduler sees it:
 
 so the time of a step is that of verifying the drafts of the choice before, and of drafting for the present one. Nothing
 here waits for the device: times are taken where vLLM hands over results anyway. A selector that fails costs speed,
-never a token: the engine goes on without drafts and counts the failure. `counters`, `take_timeline` and
-`set_draft_limit` are called by the engine's owner, through `internals/scheduler_door.py`; what of vLLM's Scheduler is
-relied upon is said in `internals/scheduler.py`.
+never a token: the engine goes on without drafts and counts the failure. Where ranks must draft alike
+(`speculation.why_fixed`) nothing is chosen: the draft length is vLLM's, which is `num_speculative_tokens` or the host's
+own table. `counters`, `take_timeline` and `set_draft_limit` are called by the engine's owner, through
+`internals/scheduler_door.py`; what of vLLM's Scheduler is relied upon is said in `internals/scheduler.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from paceline.rollout.counters import AcceptanceAlarm, DraftCounters, Recent, Ti
 from paceline.rollout.internals import drafter_survival, scheduler_door, stats_passenger
 from paceline.rollout.internals import scheduler as internals
 from paceline.rollout.internals.drafter_model import is_learned
-from paceline.rollout.speculation import own_settings
+from paceline.rollout.speculation import own_settings, why_fixed
 from paceline.selector.cost import Step
 from paceline.selector.select import Selector, build_selector
 
@@ -90,6 +91,12 @@ class AdaptiveScheduler(Scheduler):
         scheduler_door.install()
         settings = SchedulerSettings.model_validate(own_settings(self.vllm_config.additional_config))
         self.selector: Selector | None = None
+        parallel = self.vllm_config.parallel_config
+        self.fixed_because = why_fixed(
+            data_parallel_size=parallel.data_parallel_size,
+            executor_backend=parallel.distributed_executor_backend,
+            world_size=parallel.world_size,
+        )
         self._num_failures = 0
         self._num_trace_failures = 0
         self._draft_limit: int | None = None
@@ -109,7 +116,9 @@ class AdaptiveScheduler(Scheduler):
         self._expected_rate: float | None = None
         self._last_update_s = 0.0
         self._trace: TextIO | None = settings.trace.open("a", buffering=1) if settings.trace is not None else None
-        if self.num_spec_tokens:
+        if self.num_spec_tokens and self.fixed_because is not None:
+            logger.warning("the draft length is not chosen by Paceline but left to vLLM: %s", self.fixed_because)
+        elif self.num_spec_tokens:
             self.selector = build_selector(
                 settings.selector, max_draft_length=self.num_spec_tokens, max_num_requests=self.max_num_running_reqs
             )
@@ -131,7 +140,7 @@ class AdaptiveScheduler(Scheduler):
 
     def set_draft_limit(self, limit: int | None) -> None:
         """Draft at most this many tokens from the next step on; 0 stops speculation, None leaves the choice to the
-        selector."""
+        selector. Has no effect where the draft length is left to vLLM."""
         self._draft_limit = limit
 
     # Called by vLLM.
@@ -140,7 +149,9 @@ class AdaptiveScheduler(Scheduler):
         started_s = time.monotonic()
         context_tokens = internals.context_tokens(self)
         expected_rate = self._expected_rate
-        internals.set_draft_length(self, self._tables[self._choose(context_tokens)] if self.num_spec_tokens else None)
+        if self.fixed_because is None:
+            chosen = self._tables[self._choose(context_tokens)] if self.num_spec_tokens else None
+            internals.set_draft_length(self, chosen)
         output = super().schedule(throttle_prefills)
         if len(self._begun) > _MOST_IN_FLIGHT:
             self._begun.clear()  # steps whose results never came
@@ -172,7 +183,8 @@ class AdaptiveScheduler(Scheduler):
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        internals.cut_drafts(self, draft_token_ids)
+        if self.fixed_because is None:
+            internals.cut_drafts(self, draft_token_ids)
         super().update_draft_token_ids(draft_token_ids)
 
     def _choose(self, context_tokens: int) -> int:

@@ -110,3 +110,15 @@ def check_drafter(config: SpeculationConfig, model_path: Path, engine: EngineCon
         from paceline.drafters.checkpoint import preflight
 
         preflight(Path(config.drafter.path), model_path, kind=config.drafter.kind, max_model_len=engine.max_model_len)
+
+
+def why_fixed(*, data_parallel_size: int, executor_backend: object, world_size: int) -> str | None:
+    """Why an engine may not choose the draft length of a step, or None if it may.
+
+    Ranks that have a scheduler each and step together must draft alike, or they wait for each other for ever; a choice
+    by measured times differs between them. vLLM tells independent ranks (dense models) that there is one of them."""
+    if data_parallel_size > 1:
+        return f"{data_parallel_size} data-parallel ranks step together, each with a scheduler of its own"
+    if executor_backend == "external_launcher" and world_size > 1:
+        return f"external_launcher gives each of {world_size} ranks a scheduler of its own"
+    return None

@@ -77,17 +77,21 @@ def install_cpu_kernels() -> None:
         sys.modules.update(llvmlite)
 
 
-def mend_sampler() -> bool:
-    """Replace the one function at fault, if this vLLM has the fault; True when it did. Runs in every vLLM process at
-    its start."""
+def needs_mending() -> bool:
+    """Whether speculation would be wrong in this process as it is."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
     # Only kernels that stand in for Triton's on the CPU have the fault, and asking would initialise CUDA in processes
     # that vLLM is going to fork.
-    if not current_platform.is_cpu() or HAS_TRITON or sampler_is_sound():
+    return current_platform.is_cpu() and not HAS_TRITON and not sampler_is_sound()
+
+
+def mend_sampler() -> bool:
+    """Replace the one function at fault, if this vLLM has the fault; True when it did. Runs in every vLLM process at
+    its start."""
+    if not needs_mending():
         return False
-    from vllm.logger import init_logger
     from vllm.v1.sample import rejection_sampler
 
     rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
@@ -95,9 +99,6 @@ def mend_sampler() -> bool:
         raise RuntimeError(
             "vLLM's rejection sampler no longer uses expand_batch_to_tokens as it did; speculation would be wrong"
         )
-    init_logger("vllm.plugins.paceline").warning(
-        "replaced expand_batch_to_tokens, which reads uninitialised memory on the CPU (vLLM issue 55005)"
-    )
     return True
 
 

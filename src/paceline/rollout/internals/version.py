@@ -5,16 +5,23 @@ Relies on `vllm.__version__` only. Stays as long as anything else stands in this
 
 from __future__ import annotations
 
+import re
+
 OLDEST = (0, 30)
 NEWEST = (0, 32)
+KNOWN = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+def is_known(version: str) -> bool:
+    """Whether this release was written against a vLLM of this version; one that is no number is not known."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST
 
 
 def check_version(version: str) -> None:
     """Refuse a vLLM that this release was not written against: its internals move with every minor release."""
-    major, minor = version.split(".")[:2]
-    if not OLDEST <= (int(major), int(minor)) <= NEWEST:
+    if not is_known(version):
         raise ValueError(
-            f"vllm: got {version}; must be {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]} because the weight wire "
-            "and the "
-            "worker extension use interfaces that vLLM changes between minor releases"
+            f"vllm: got {version}; must be {KNOWN} because the weight wire and the worker extension use interfaces "
+            "that vLLM changes between minor releases"
         )

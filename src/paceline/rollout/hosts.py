@@ -1,0 +1,199 @@
+"""What the variable PACELINE fills in of a host's engine arguments, and why. vLLM is not needed to ask.
+
+    fill({"model": "Qwen/Qwen3-8B", "max_model_len": 8192}, "speculation.toml").arguments
+        {"speculative_config": ..., "scheduler_cls": ..., "additional_config": {"paceline": ...}}
+
+`plugin.py` sets them in an engine, `paceline explain` prints them. Nothing that the host set is changed. What is found
+wrong here is left out, because it would end the host's engine later: a drafter may fail, a rollout may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from paceline.config import (
+    Config,
+    EngineConfig,
+    HistoryDrafter,
+    LearnedDrafter,
+    NgramDrafter,
+    SpeculationConfig,
+    load_config,
+)
+from paceline.rollout.speculation import (
+    SCHEDULER,
+    check_drafter,
+    graph_plan,
+    scheduler_settings,
+    speculative_config,
+    why_fixed,
+)
+from paceline.selector.select import build_selector
+
+VARIABLE = "PACELINE"
+AUTO = "auto"
+"""Setting that stands for n-grams, which need neither weights nor training, and the measured selector."""
+_MAX_NUM_SEQS = 256
+"""Batches that are planned for where the host leaves `max_num_seqs` to vLLM."""
+_SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+_GRAPHS = ("cudagraph_capture_sizes", "compilation_config")
+_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filling:
+    """Engine arguments to set, by name, and the reasons."""
+
+    arguments: dict[str, Any]
+    reasons: tuple[str, ...]
+    refused: bool = False
+    """Whether nothing is filled in because something is wrong."""
+
+    def line(self, setting: str) -> str:
+        """Return names and reasons on one line, for a log."""
+        reasons = "; ".join(self.reasons).replace("\n", "; ")
+        return f"{VARIABLE}={setting} fills in {', '.join(self.arguments) or 'nothing'}: {reasons}"
+
+
+def given(arguments: Any) -> dict[str, Any]:
+    """Arguments that the host set in a dataclass of them: those that differ from their default, and the model."""
+    found: dict[str, Any] = {}
+    for field in fields(arguments):
+        value = getattr(arguments, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name == "model" or value != default:
+            found[field.name] = value
+    return found
+
+
+def fill(given: Mapping[str, Any], setting: str, *, on_gpu: bool = False, sound_sampler: bool = True) -> Filling:
+    """Return what a setting (the path of a TOML file with a section [speculation], or AUTO) adds to the arguments that
+    the host has given. Without a `sound_sampler` speculation would sample from a wrong distribution, and is not added.
+    """
+    if reason := _why_nothing(given):
+        return Filling(arguments={}, reasons=(reason,))
+    try:
+        config = Config(speculation=_AUTO) if setting == AUTO else load_config(setting)
+        if config.speculation is None:
+            raise ValueError(f"speculation: is missing; must be a section of {setting} because it names the drafter")
+        if any(name in given for name in _SPECULATION):
+            return _beside_speculation(given, config.speculation)
+        if not sound_sampler:
+            raise ValueError(
+                "vLLM's sampler is wrong under speculation, and the plugin paceline_sampler did not mend it"
+            )
+        fixed = _why_fixed(given)
+        if fixed and setting == AUTO:
+            raise ValueError(f"n-grams may cost more than they gain where the draft length is not chosen: {fixed}")
+        return _with_speculation(given, config.speculation, _engine(given, config), on_gpu=on_gpu, fixed=fixed)
+    except Exception as error:  # noqa: BLE001  whatever is wrong with file or drafter, the host's engine starts
+        return Filling(arguments={}, reasons=(str(error) or repr(error),), refused=True)
+
+
+_AUTO = SpeculationConfig(drafter=NgramDrafter())
+
+
+def _why_nothing(given: Mapping[str, Any]) -> str | None:
+    if given.get("scheduler_cls", SCHEDULER) != SCHEDULER:
+        return f"the host has a scheduler of its own, {given['scheduler_cls']}"
+    if given.get("runner", "generate") != "generate" or "convert" in given:
+        return "the engine does not generate"
+    if not isinstance(given.get("additional_config", {}), dict):
+        return "additional_config is no dict"
+    return None
+
+
+def _why_fixed(given: Mapping[str, Any]) -> str | None:
+    return why_fixed(
+        data_parallel_size=given.get("data_parallel_size", 1),
+        executor_backend=given.get("distributed_executor_backend"),
+        world_size=prod(given.get(name, 1) for name in _RANKS),
+    )
+
+
+def _engine(given: Mapping[str, Any], config: Config) -> EngineConfig:
+    return config.rollout.engine.model_copy(update={"max_num_seqs": given.get("max_num_seqs", _MAX_NUM_SEQS)})
+
+
+def _beside_speculation(given: Mapping[str, Any], speculation: SpeculationConfig) -> Filling:
+    """Add the scheduler to an engine that speculates as the host says."""
+    host = given.get("speculative_config") or {}
+    longest = host.get("num_speculative_tokens") or given.get("spec_tokens") or 1
+    build_selector(speculation.selector, max_draft_length=longest, max_num_requests=1)  # raises here, not in the engine
+    reasons = ["the host's own speculation stays"]
+    if host.get("enable_adaptive_verification"):
+        reasons.append("vLLM's adaptive verification stays on and trims what is drafted")
+    settings = {"selector": speculation.selector.model_dump(mode="json")}
+    return _filling(given, {}, settings, [*reasons, _chooser(speculation, _why_fixed(given))])
+
+
+def _with_speculation(
+    given: Mapping[str, Any], speculation: SpeculationConfig, engine: EngineConfig, *, on_gpu: bool, fixed: str | None
+) -> Filling:
+    """Add drafter, scheduler and, on a GPU, the graphs for its draft lengths."""
+    drafter, longest = speculation.drafter, speculation.max_draft_length
+    _check(given, speculation, engine)
+    plan = graph_plan(speculation, engine) if on_gpu and not given.get("enforce_eager") else None
+    vllm = speculative_config(speculation, engine, plan)
+    arguments: dict[str, Any] = {"speculative_config": vllm}
+    reasons = [f"drafter {drafter.kind}, up to {longest} tokens", _chooser(speculation, fixed)]
+    if fixed:
+        del vllm["num_speculative_tokens_per_batch_size"]  # names lengths for graphs; vLLM would draft by it
+    elif plan is not None and not any(name in given for name in _GRAPHS):
+        arguments["cudagraph_capture_sizes"] = plan.capture_sizes
+    if isinstance(drafter, LearnedDrafter) and given.get("load_format") == "dummy":
+        vllm["draft_load_config"] = {"load_format": "auto"}
+        reasons.append("the drafter's weights come from its checkpoint, though the policy's are dummies")
+    if speculation.training.mode != "off":
+        reasons.append("speculation.training has no effect in other hosts")
+    return _filling(given, arguments, scheduler_settings(speculation, plan), reasons)
+
+
+def _chooser(speculation: SpeculationConfig, fixed: str | None) -> str:
+    return f"the draft length is left to vLLM, because {fixed}" if fixed else f"selector {speculation.selector.kind}"
+
+
+def _filling(
+    given: Mapping[str, Any], arguments: dict[str, Any], settings: dict[str, Any], reasons: list[str]
+) -> Filling:
+    """Add scheduler and settings; those that the host has given stay."""
+    host = given.get("additional_config", {})
+    if "scheduler_cls" not in given:
+        arguments["scheduler_cls"] = SCHEDULER
+    if (own := settings | host.get("paceline", {})) != host.get("paceline"):
+        arguments["additional_config"] = host | {"paceline": own}
+    return Filling(arguments=arguments, reasons=tuple(reasons) if arguments else ("everything is set already",))
+
+
+def _check(given: Mapping[str, Any], speculation: SpeculationConfig, engine: EngineConfig) -> None:
+    """Raise here what would otherwise end the engine, or be drafted in vain."""
+    build_selector(
+        speculation.selector, max_draft_length=speculation.max_draft_length, max_num_requests=engine.max_num_seqs
+    )
+    if isinstance(speculation.drafter, HistoryDrafter):
+        import_module("paceline.drafters.history_exchange")
+    if isinstance(speculation.drafter, LearnedDrafter):
+        from paceline.drafters.checkpoint import policy_config
+
+        policy = _policy(given)
+        length = given.get("max_model_len") or 0
+        if length <= 0:  # vLLM's: what the policy allows
+            length = policy_config(policy)["max_position_embeddings"]
+        check_drafter(speculation, policy, engine.model_copy(update={"max_model_len": length}))
+
+
+def _policy(given: Mapping[str, Any]) -> Path:
+    """Directory with the policy's config and tokenizer; from the hub, where vLLM gets them from as well."""
+    if "model" not in given:
+        raise ValueError("model: is missing; must be given because a drafter belongs to one policy")
+    if (path := Path(given["model"])).is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    files = ["config.json", "tokenizer.json"]
+    return Path(snapshot_download(given["model"], revision=given.get("revision"), allow_patterns=files))
