@@ -11,14 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.selector.cost import (
-    COSTS,
-    Acceptance,
-    CostModel,
-    Step,
-    StepTime,
-)
+from paceline.selector.cost import Acceptance, CostModel, Step
 from paceline.selector.cost_file import CostPoint, Costs, load_costs, save_costs
+from paceline.selector.step_time import COSTS, StepTime
 from stepping_engine import GOOD, USELESS, SteppingEngine, cpu, gpu
 
 STEP = Step(
