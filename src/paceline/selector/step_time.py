@@ -1,11 +1,10 @@
 """The time of an engine step, learnt from the steps.
 
-A sum of costs that cannot be negative: T = sum_i w_i * x_i, where x holds a constant (weights are read
-once), the requests, the tokens to verify (cut into segments with a slope each: flat while the step is bound by memory,
-steep once it is bound by compute), the first drafter pass and the further ones (each with a part per request), and the
-context. So what is learnt at 60 requests holds at 50, and a longer draft is never cheaper. The state is theta = log w,
-and the observation is log T, because noise on a shared machine is multiplicative; it is followed by an extended Kalman
-filter:
+A sum of costs that cannot be negative: T = sum_i w_i * x_i, where x holds a constant (weights are read once), the
+requests, the tokens to verify (cut into segments with a slope each: flat while the step is bound by memory, steep once
+it is bound by compute), the first drafter pass and the further ones (each with a part per request), and the context.
+So what is learnt at 60 requests holds at 50, and a longer draft is never cheaper. The state is theta = log w, and the
+observation is log T, because noise on a shared machine is multiplicative; it is followed by an extended Kalman filter:
 
     g = d log T / d theta = w * x / T  (the share of each cost in the step; sums to 1)
     theta += P g / (g'Pg + R) * (log seconds - log T),      P -= P g g'P / (g'Pg + R),      P += Q in every step
@@ -13,7 +12,7 @@ filter:
 Q lets the filter follow a machine whose speed drifts: all thetas move together, fast (`DRIFT_TOGETHER`), and each
 alone, slowly (`DRIFT_ALONE`). A slower machine is then read as just that and leaves the ratios between draft lengths
 alone, which are all that a choice depends on. Single steps that are several times too slow count little: R grows with
-the square of a surprise, as under Student's t.
+the square of a surprise, as under Student's t. Two in a row are no outliers (`_notice_shift`).
 """
 
 from __future__ import annotations
@@ -54,6 +53,9 @@ SEGMENT_CORRELATION = 0.8
 """Prior correlation between the slopes of neighbouring token segments: what is learnt on one informs the next."""
 STUDENT = 4.0
 """Degrees of freedom of the noise: a step that is z deviations off counts 1 / (1 + z^2 / STUDENT)."""
+FAR_OFF, SHIFT, SHIFT_ALONE = 3.0, 2.0, 0.1
+"""A step counts as at most so many deviations off; the mean of such errors, half of it the last one's, at which the
+machine is taken to have changed its speed; what is then forgotten of each cost alone."""
 LARGEST_MOVE = 0.7
 """Largest change of a log cost in one step; the filter is linear only locally."""
 
@@ -70,6 +72,7 @@ class StepTime:
         self.covariance: Array = correlation * np.outer(deviation, deviation)
         self.noise = 0.15**2
         self.num_observed = 0
+        self._off = 0.0  # mean of the last errors in deviations, half of it the last one's
         self._lowest = self.log_cost - 4 * deviation
         self._widest = deviation**2
         self._drift = DRIFT_TOGETHER**2 + DRIFT_ALONE**2 * np.eye(len(COSTS))
@@ -118,6 +121,7 @@ class StepTime:
             error = 0.0
         self.num_observed += 1
         self.covariance += self._drift
+        self._notice_shift(error, share)
         gain = self.covariance @ share
         known = float(share @ gain)
         surprise = error * error / (known + self.noise)
@@ -133,6 +137,17 @@ class StepTime:
         self.noise = max(self.noise, 0.03**2)
         if self.num_observed % 256 == 0:
             self._bound()
+
+    def _notice_shift(self, error: float, share: Array) -> None:
+        """Forget the machine's speed after two steps in a row that were far off on the same side.
+
+        Either it has changed, or the first step of all, which set the scale, was an outlier. If each such step counted
+        as little as an outlier does, the rest of its error would bend the ratios between draft lengths."""
+        deviation = math.sqrt(float(share @ self.covariance @ share) + self.noise)
+        self._off = (self._off + min(max(error / deviation, -FAR_OFF), FAR_OFF)) / 2
+        if abs(self._off) > SHIFT:
+            self.forget(together=abs(error), alone=SHIFT_ALONE)
+            self._off = 0.0
 
     def forget(self, *, together: float, alone: float) -> None:
         """Add uncertainty: of what was measured at another time, the ratios hold better than the seconds."""
