@@ -30,6 +30,14 @@ def gpu(num_requests: int, num_tokens: int, verified: int, drafted: int, context
     return 1e-3 * (max(6.0, 6.0 * num_tokens / 32) + 0.5 * max(drafted, 1) + 2e-6 * context * (1 + verified))
 
 
+def ridge(num_requests: int, num_tokens: int, verified: int, drafted: int, context: int) -> float:
+    """What `bench rollout` runs on: computing takes as long as reading the weights at 44 tokens, which is inside of one
+    segment of the cost model and between draft lengths 1 and 3 of 16 requests."""
+    reading, computing = 35.0, 0.8 * num_tokens
+    verifying = (reading**3 + computing**3) ** (1 / 3)
+    return 1e-3 * (verifying + 1.5 + 0.15 * num_requests + max(drafted, 1) * (2.8 + 0.06 * num_requests))
+
+
 def tiled(num_requests: int, num_tokens: int, verified: int, drafted: int, context: int) -> float:
     """Tokens are padded to tiles of 32, and the drafter makes one pass for any length: not the form that the cost
     model has."""

@@ -11,14 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.selector.cost import (
-    COSTS,
-    Acceptance,
-    CostModel,
-    Step,
-    StepTime,
-)
+from paceline.selector.cost import Acceptance, CostModel, Step
 from paceline.selector.cost_file import CostPoint, Costs, load_costs, save_costs
+from paceline.selector.step_time import COSTS, StepTime
 from stepping_engine import GOOD, USELESS, SteppingEngine, cpu, gpu
 
 STEP = Step(
@@ -136,6 +131,19 @@ def test_slower_machine_is_not_read_as_dearer_drafts() -> None:
         model.observe(replace(step, seconds=1.3 * step.seconds))
     assert model.step_time.seconds(8, 48, 5, 5, 1600) == pytest.approx(1.3 * seconds, rel=0.1)
     assert ratio(model, 8, 5) == pytest.approx(before, rel=0.06)
+
+
+@pytest.mark.parametrize("slowness", [2.0, 3.0])
+def test_first_step_that_was_interrupted_does_not_bend_the_ratios(slowness: float) -> None:
+    """It sets the scale, so that every later step looks fast. Steps that look fast at long drafts made these look
+    cheap, and a selector then drafted 7 tokens at 16 requests, where 3 are best, for hundreds of steps."""
+    engine = SteppingEngine(gpu, GOOD, seed=4, noise=0.05, outliers=0.0, drift=0.0)
+    model = CostModel(7)
+    for number, (verified, drafted) in enumerate([(0, 0), (0, 1), (1, 1), (1, 3), (3, 3), (3, 7), *[(7, 7)] * 20]):
+        step = engine.step(16, verified, drafted, 1600)[0]
+        model.observe(replace(step, seconds=step.seconds * (1.0 if number else slowness)))
+    true = gpu(16, 128, 7, 7, 1600) / gpu(16, 16, 0, 0, 1600)
+    assert ratio(model, 16, 7) == pytest.approx(true, rel=0.2)
 
 
 def test_doubt_stays_bounded_and_covariance_sound_over_a_long_run() -> None:

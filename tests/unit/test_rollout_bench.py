@@ -13,7 +13,15 @@ import pytest
 from contexts import make_context
 from paceline.config import EngineConfig
 from paceline.lab.bench import workload
-from paceline.lab.bench.rollout import _accepted_length, _makespans, _prefill_saved, _ratios, best_table
+from paceline.lab.bench.rollout import (
+    _acceptance,
+    _accepted_length,
+    _makespans,
+    _prefill_saved,
+    _ratios,
+    asked_for,
+    best_table,
+)
 from paceline.lab.bench.rollout_page import write_rollout_page
 from paceline.lab.bench.tail import tail_rate, wants_more
 from paceline.lab.bench.workload import RequestSet, give_group_lengths, give_lengths
@@ -114,6 +122,23 @@ def test_prompts_of_siblings_that_were_cached_are_counted():
 
 def test_accepted_length_counts_the_bonus_token():
     assert _accepted_length(batch(1, [step(4, 3, 0.1, 3), step(4, 0, 0.1, 1)])) == pytest.approx(3.0)
+
+
+def test_acceptance_has_as_many_positions_as_drafts_had() -> None:
+    drafted = {"selector": batch(1, [step(4, 9, 0.1, 3), step(2, 3, 0.1, 1)]), "useless": batch(1)}
+    found = _acceptance([[drafted]])
+    assert found["selector"] == pytest.approx([4 / 6, 4 / 6, *[0] * 7])
+    assert found["useless"] == []
+
+
+def test_drafter_and_draft_length_can_be_set_and_nothing_else() -> None:
+    """A setting that the bench ignores would be believed to have been measured."""
+    usual = asked_for(())
+    assert (usual.drafter.kind, usual.max_draft_length) == ("eagle3", 7)
+    other = asked_for(("speculation.drafter.kind=dflash", "speculation.max_draft_length=10"))
+    assert (other.drafter.kind, other.max_draft_length) == ("dflash", 10)
+    with pytest.raises(ValueError, match=r"bench rollout: got 'speculation.selector.explore=0.1'; must begin with"):
+        asked_for(("speculation.selector.explore=0.1",))
 
 
 @pytest.fixture

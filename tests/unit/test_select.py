@@ -28,13 +28,13 @@ from paceline.config import (
 from paceline.selector.cost import Step
 from paceline.selector.cost_file import CostPoint, Costs, save_costs
 from paceline.selector.select import Measured, Selector, Table, build_selector, dense_table
-from stepping_engine import GOOD, NGRAM, USELESS, Seconds, SteppingEngine, concave, cpu, gpu, long_tail, tiled
+from stepping_engine import GOOD, NGRAM, USELESS, Seconds, SteppingEngine, concave, cpu, gpu, long_tail, ridge, tiled
 
 K, REQUESTS, SEEDS = 7, 64, range(5)
 
 
-def build(config: SelectorConfig, seed: int = 0) -> Selector:
-    return build_selector(config, max_draft_length=K, max_num_requests=REQUESTS, seed=seed)
+def build(config: SelectorConfig, seed: int = 0, longest: int = K) -> Selector:
+    return build_selector(config, max_draft_length=longest, max_num_requests=REQUESTS, seed=seed)
 
 
 def of_table(
@@ -48,14 +48,14 @@ def of_table(
 @cache
 def hindsight(shape: Seconds, acceptance: tuple[float, ...], seed: int) -> float:
     engine = SteppingEngine(shape, acceptance, seed=seed)
-    return engine.play(Table(engine.best_table(REQUESTS, K)), long_tail(seed)).of_hindsight
+    return engine.play(Table(engine.best_table(REQUESTS, len(acceptance))), long_tail(seed)).of_hindsight
 
 
 def warm(
     shape: Seconds, acceptance: tuple[float, ...], seed: int, noise: float = 0.12, config: SelectorConfig | None = None
 ) -> Selector:
     """A selector that has seen one batch."""
-    selector = build(config or MeasuredSelector(), seed)
+    selector = build(config or MeasuredSelector(), seed, len(acceptance))
     SteppingEngine(shape, acceptance, seed=1000 + seed, noise=noise).play(selector, long_tail(100 + seed))
     return selector
 
@@ -76,6 +76,31 @@ def test_near_the_best_table(shape: Seconds, acceptance: tuple[float, ...], cold
     """Cold is the first batch of all, about 100 steps, nothing known; warm is the second one."""
     assert median(of_table(shape, acceptance, build(MeasuredSelector()), s) for s in SEEDS) >= cold_goal
     assert median(of_table(shape, acceptance, warm(shape, acceptance, s), s) for s in SEEDS) >= warm_goal
+
+
+@pytest.mark.parametrize("shape", [cpu, gpu, ridge])
+@pytest.mark.parametrize("acceptance", [GOOD, NGRAM, USELESS])
+def test_twice_as_many_lengths_to_choose_from_cost_at_most_one_per_cent(
+    shape: Seconds, acceptance: tuple[float, ...]
+) -> None:
+    """With `max_draft_length` 15 each of the longer drafts might be tried, and costs most where requests are many."""
+    longer = acceptance + (acceptance[-1],) * 8
+
+    def of_best(acceptance: tuple[float, ...], seed: int) -> float:
+        return of_table(shape, acceptance, warm(shape, acceptance, seed), seed)
+
+    usual = median(of_best(acceptance, s) for s in SEEDS)
+    assert median(of_best(longer, s) for s in SEEDS) >= usual - 0.01
+
+
+def test_first_step_that_was_interrupted_costs_nothing_later() -> None:
+    """It made 16 requests draft 7 tokens, where 2 or 3 are best, for as long as the engine lived: 0.8 of hindsight."""
+    for seed in SEEDS:
+        engine, selector = SteppingEngine(ridge, GOOD, seed=seed), build(MeasuredSelector())
+        first = engine.step(16, 0, 0, 3200)[0]
+        selector.observe(replace(first, seconds=3 * ridge(16, 16, 0, 0, 3200)))
+        best = max(engine.rate(16, k, 3200) for k in range(K + 1))
+        assert engine.hold(selector, 16, 200)[100:, 1].mean() >= 0.95 * best, seed
 
 
 def test_near_the_best_table_under_much_noise() -> None:

@@ -38,6 +38,11 @@ def _runs_elsewhere(options: argparse.Namespace) -> dict[str, Any]:
     return {**_runs(options), **_environment(options)}
 
 
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the argument of a bench whose subject can be set."""
+    return {"overrides": options.overrides}
+
+
 def _costs(options: argparse.Namespace) -> dict[str, Any]:
     return {"costs_file": next(iter(options.costs), None), "overrides": options.overrides}
 
@@ -106,6 +111,7 @@ BENCHES = {
     ),
     "rollout": BenchEntry(
         "makespan of groups of siblings with speculation against plain vLLM and every rival (at most 70 minutes)",
+        _settings,
         page="rollout_page:write_rollout_page",
     ),
     "selector": BenchEntry("how fast the selector learns from nothing; what a shrinking batch does (about 17 minutes)"),
@@ -149,7 +155,7 @@ def _add_bench(add_parser: Callable[..., argparse.ArgumentParser], name: str, en
     )
     add = parser.add_argument
     parser.set_defaults(command=_bench, name=name, overrides=[], html=None, costs=[], fit=False, arena=False)
-    if entry.arguments in (_runs, _runs_elsewhere, _costs):
+    if entry.arguments in (_runs, _runs_elsewhere, _settings, _costs):
         add("overrides", nargs="*", metavar="a.b=value", help="settings of what is measured")
     if entry.page is not None:
         add("--html", type=Path, metavar="FILE", help="write tables and pictures as one page")

@@ -5,20 +5,7 @@ requests:
 
     rate(B, k) = B * (1 + sum_{j<=k} S_j) / T(B, verified=k, drafted=k)          S_j = h_1 * ... * h_j
 
-**Step time T.** A sum of costs that cannot be negative: T = sum_i w_i * x_i, where x holds a constant (weights are read
-once), the requests, the tokens to verify (cut into segments with a slope each: flat while the step is bound by memory,
-steep once it is bound by compute), the first drafter pass and the further ones (each with a part per request), and the
-context. So what is learnt at 60 requests holds at 50, and a longer draft is never cheaper. The state is theta = log w,
-and the observation is log T, because noise on a shared machine is multiplicative; it is followed by an extended Kalman
-filter:
-
-    g = d log T / d theta = w * x / T  (the share of each cost in the step; sums to 1)
-    theta += P g / (g'Pg + R) * (log seconds - log T),      P -= P g g'P / (g'Pg + R),      P += Q in every step
-
-Q lets the filter follow a machine whose speed drifts: all thetas move together, fast (`DRIFT_TOGETHER`), and each
-alone, slowly (`DRIFT_ALONE`). A slower machine is then read as just that and leaves the ratios between draft lengths
-alone, which are all that a choice depends on. Single steps that are several times too slow count little: R grows with
-the square of a surprise, as under Student's t.
+**Step time T** is that of `step_time.py`.
 
 **Yield S.** h_j is the probability that position j is accepted if all before it were. A position that was not proposed
 counts as not accepted, so the sum above is also right for a drafter that proposes less than it was asked for. Counts
@@ -28,47 +15,12 @@ has changed, and then both start again.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.selector.cost_file import Costs
-
-Array = npt.NDArray[np.float64]
-
-TOKEN_KNOTS = (0.0, 8.0, 32.0, 128.0, 512.0)
-"""Numbers of tokens to verify at which the cost of one more may change."""
-
-# Costs, the prior median of each relative to the constant one, and the deviation of its logarithm.
-_PRIOR = (
-    ("constant", 1.0, 0.5),
-    ("request", 0.01, 1.2),
-    *((f"token_from_{knot:.0f}", 0.012, 1.2) for knot in TOKEN_KNOTS),
-    ("verification", 0.03, 1.0),
-    ("first_pass", 0.03, 1.2),
-    ("first_pass_request", 0.001, 1.2),
-    ("further_pass", 0.05, 1.0),
-    ("further_pass_request", 0.002, 1.2),
-    ("context", 2e-6, 1.5),
-    ("context_verified", 5e-7, 1.5),
-)
-COSTS = tuple(name for name, _, _ in _PRIOR)
-_TOKENS = slice(2, 2 + len(TOKEN_KNOTS))
-_CONTEXT = slice(len(COSTS) - 2, len(COSTS))
-_SEGMENTS = tuple(zip(TOKEN_KNOTS, (*(b - a for a, b in pairwise(TOKEN_KNOTS)), math.inf), strict=True))
-
-DRIFT_TOGETHER = 0.03
-DRIFT_ALONE = 0.004
-"""Standard deviations of the random walk per step: of all log costs together, and of each alone."""
-SEGMENT_CORRELATION = 0.8
-"""Prior correlation between the slopes of neighbouring token segments: what is learnt on one informs the next."""
-STUDENT = 4.0
-"""Degrees of freedom of the noise: a step that is z deviations off counts 1 / (1 + z^2 / STUDENT)."""
-LARGEST_MOVE = 0.7
-"""Largest change of a log cost in one step; the filter is linear only locally."""
+from paceline.selector.step_time import Array, StepTime
 
 LONG_MEMORY = 1 - 1 / 200
 SHORT_MEMORY = 1 - 1 / 16
@@ -101,94 +53,6 @@ class Step:
     accepted_at: tuple[int, ...]
     """[j] = how many of these had position j accepted."""
     num_emitted: int
-
-
-class StepTime:
-    """The step time model: log w of every cost, and their covariance."""
-
-    def __init__(self) -> None:
-        deviation = np.array([deviation for _, _, deviation in _PRIOR])
-        correlation = np.eye(len(COSTS))
-        segment = np.arange(len(TOKEN_KNOTS))
-        correlation[_TOKENS, _TOKENS] = SEGMENT_CORRELATION ** abs(segment[:, None] - segment[None, :])
-        self.log_cost: Array = np.log([median for _, median, _ in _PRIOR])
-        self.covariance: Array = correlation * np.outer(deviation, deviation)
-        self.noise = 0.15**2
-        self.num_observed = 0
-        self._lowest = self.log_cost - 4 * deviation
-        self._widest = deviation**2
-        self._drift = DRIFT_TOGETHER**2 + DRIFT_ALONE**2 * np.eye(len(COSTS))
-        self._cost: Array = np.exp(self.log_cost)
-        self._knots = np.array(TOKEN_KNOTS)
-        self._widths = np.array([width for _, width in _SEGMENTS])
-        self._fixed: dict[tuple[int, int], Array] = {}
-
-    def features(self, num_requests: int, num_tokens: float, verified: int, drafted: int, context: float) -> Array:
-        """Return x of one step, in the order of COSTS; `num_tokens` to verify include one per request."""
-        further = max(drafted - 1, 0)
-        first = 1.0 if drafted else 0.0
-        segments = [min(max(num_tokens - knot, 0.0), width) for knot, width in _SEGMENTS]
-        verification = 1.0 if verified else 0.0
-        passes = (first, first * num_requests, further, further * num_requests)
-        return np.array(
-            (1.0, num_requests, *segments, verification, *passes, context, context * verified), dtype=np.float64
-        )
-
-    def curve(self, num_requests: int, num_tokens_K: Array, context: float) -> tuple[Array, Array]:
-        """Return seconds at verified = drafted = 0..k, and the share of each cost in them (the gradient of their
-        logarithm)."""
-        key = (num_requests, len(num_tokens_K))
-        if key not in self._fixed:
-            self._fixed[key] = np.stack([self.features(num_requests, 0, k, k, 1.0) for k in range(len(num_tokens_K))])
-        x_KF = self._fixed[key].copy()
-        x_KF[:, _TOKENS] = np.minimum(np.maximum(num_tokens_K[:, None] - self._knots, 0.0), self._widths)
-        x_KF[:, _CONTEXT] *= context
-        seconds_K = x_KF @ self._cost
-        x_KF *= self._cost
-        x_KF /= seconds_K[:, None]
-        return seconds_K, x_KF
-
-    def seconds(self, num_requests: int, num_tokens: float, verified: int, drafted: int, context: float) -> float:
-        return float(self.features(num_requests, num_tokens, verified, drafted, context) @ self._cost)
-
-    def observe(self, features: Array, seconds: float) -> None:
-        predicted = float(features @ self._cost)
-        share = features * self._cost
-        share /= predicted
-        error = math.log(seconds / predicted)
-        if self.num_observed == 0:  # the prior knows only ratios
-            self.log_cost += error
-            self._lowest += error
-            self.covariance += 0.5
-            error = 0.0
-        self.num_observed += 1
-        self.covariance += self._drift
-        gain = self.covariance @ share
-        known = float(share @ gain)
-        surprise = error * error / (known + self.noise)
-        variance = known + self.noise * max(1.0, (STUDENT + surprise) / (STUDENT + 1))
-        move = gain * (error / variance)
-        if known * error * error > (0.5 * LARGEST_MOVE * variance) ** 2:  # rare: only then can a move be large
-            move = np.clip(move, -LARGEST_MOVE, LARGEST_MOVE)
-        self.log_cost += move
-        np.maximum(self.log_cost, self._lowest, out=self.log_cost)
-        np.exp(self.log_cost, out=self._cost)
-        self.covariance -= gain[:, None] * (gain / variance)
-        self.noise += 0.02 * (min(max(error * error - known, 0.0), 9 * self.noise) - self.noise)
-        self.noise = max(self.noise, 0.03**2)
-        if self.num_observed % 256 == 0:
-            self._bound()
-
-    def forget(self, *, together: float, alone: float) -> None:
-        """Add uncertainty: of what was measured at another time, the ratios hold better than the seconds."""
-        self.covariance += together**2 + alone**2 * np.eye(len(COSTS))
-
-    def _bound(self) -> None:
-        """Bound the uncertainty about what is never observed: deviations at most the prior's, correlations
-        unchanged."""
-        shrink = np.minimum(1.0, np.sqrt((self._widest + 0.5) / np.diagonal(self.covariance)))
-        self.covariance *= shrink[:, None] * shrink
-        self.covariance = (self.covariance + self.covariance.T) / 2
 
 
 class Acceptance:

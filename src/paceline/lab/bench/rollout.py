@@ -38,13 +38,14 @@ from statistics import median
 import numpy as np
 
 from paceline.config import (
-    EagleDrafter,
     FixedSelector,
+    LearnedDrafter,
     MeasuredSelector,
     SelectorConfig,
     SimpleSelector,
     SpeculationConfig,
     TableSelector,
+    load_config,
 )
 from paceline.context import Context
 from paceline.lab.bench.tail import Group, Round, compared, tail, tail_rate, tail_ratios, wants_more
@@ -55,12 +56,12 @@ from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, lockste
 from paceline.selector.cost import Step
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
 
-MAX_DRAFT_LENGTH = 7
 CONFIG = ENGINE.model_copy(update={"kv_cache_gb": 1.5})
 """KV cache of each of five engines side by side; the batch needs less than half of it."""
 BUCKETS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64))
 NUM_PROMPTS, GROUP_SIZE = 16, 8
 ACTIVE, MANY_ACTIVE = 16, 64
+_SETTINGS = ("speculation.drafter.kind=", "speculation.drafter.path=", "speculation.max_draft_length=")
 PART = 0.01
 """Share of a batch that an arm generates in its turn: a few steps."""
 BUDGET_S = 65 * 60
@@ -91,32 +92,50 @@ USELESS = RolloutArm("useless", MeasuredSelector(), "useless")
 def run(
     *,
     context: Context,
+    overrides: Sequence[str] = (),
     model: str = "arena:large",
-    drafter: str = "arena",
     repetitions: int = 8,
     seed: int = 0,
 ) -> Result:
-    """`repetitions`: rounds that are wanted; more where the tail is short of tokens, fewer where time is."""
+    """`repetitions`: rounds that are wanted; more where the tail is short of tokens, fewer where time is. `overrides`
+    may name the drafter, DFlash in place of EAGLE-3, and the largest draft length."""
+    asked = asked_for(overrides)
+    assert isinstance(asked.drafter, LearnedDrafter)
     model_path = resolve_policy(model, context)
-    drafter_path = resolve_drafter(drafter, model, context)
+    drafter = resolve_drafter(asked.drafter.path, model, context, kind=asked.drafter.kind)
     with tempfile.TemporaryDirectory() as scratch:
         useless = Path(scratch) / "useless"
-        random_drafter(drafter_path, useless, seed=seed)
-        return _measure(model, model_path, drafter_path, useless, repetitions, seed, context)
+        random_drafter(drafter, useless, seed=seed)
+        kinds = {"plain": None, "useless": _with_drafter(asked, useless), "drafter": _with_drafter(asked, drafter)}
+        return _measure(model, model_path, kinds, repetitions, seed, context)
+
+
+def asked_for(overrides: Sequence[str]) -> SpeculationConfig:
+    """EAGLE-3 and the default draft length, but for what is set. Selectors are the bench's own."""
+    for override in overrides:
+        if not override.startswith(_SETTINGS):
+            raise ValueError(f"bench rollout: got {override!r}; must begin with {' or '.join(_SETTINGS)}")
+    asked = load_config(None, ["speculation.drafter.kind=eagle3", "speculation.drafter.path=arena", *overrides])
+    assert asked.speculation is not None
+    return asked.speculation
+
+
+def _with_drafter(speculation: SpeculationConfig, path: Path) -> SpeculationConfig:
+    return speculation.model_copy(update={"drafter": speculation.drafter.model_copy(update={"path": str(path)})})
 
 
 def _measure(
     model: str,
     model_path: Path,
-    drafter: Path,
-    useless: Path,
+    kinds: Mapping[str, SpeculationConfig | None],
     repetitions: int,
     seed: int,
     context: Context,
 ) -> Result:
     before, began_s, load_before = CpuTimes.now(), time.monotonic(), os.getloadavg()[0]
-    kinds = {"plain": None, "useless": _speculation(useless), "drafter": _speculation(drafter)}
-    speculations = [*kinds.values(), kinds["drafter"], kinds["drafter"]]
+    drafts = kinds["drafter"]
+    assert drafts is not None
+    speculations = [*kinds.values(), drafts, drafts]
     with engines(model_path, speculations, seed=seed, context=context, config=CONFIG) as started:
         bench = _RolloutBench(dict(zip(kinds, (started[:1], started[1:2], started[2:]), strict=True)), context)
         drafting = FixedSelector(draft_length=4)
@@ -131,7 +150,7 @@ def _measure(
         )
         context.progress(f"{len(work.requests)} requests, {sum(work.lengths)} tokens, longest {max(work.lengths)}")
         ridges = [bench.ridge(model_path, seed + 1 + number) for number in range(3)]
-        survey = bench.survey(work)
+        survey = bench.survey(work, drafts.max_draft_length)
         table = best_table(survey)
         rounds, machine = bench.rounds(work, _groups(table, survey), repetitions, began_s + BUDGET_S)
     figures, spread, pairs = paired(_ratios(rounds))
@@ -139,12 +158,13 @@ def _measure(
     figures["ridge_tokens"], spread["ridge_tokens"] = middle([ridge["tokens"] for ridge in ridges])
     figures |= _lengths(work.lengths)
     figures["tail_tokens"] = min(tail(compared(rounds, arm))[0] for arm in ("plain", "selector"))
+    subject = {"model": model, "drafter": drafts.drafter.kind, "max_draft_length": drafts.max_draft_length}
     return Result(
         name="rollout",
         figures=figures,
         spread=dict.fromkeys(figures, 0.0) | spread,
         goals=GOALS,
-        environment=environment(seeds=[seed], config={"model": model, "engine": CONFIG.model_dump(mode="json")}),
+        environment=environment(seeds=[seed], config=subject | {"engine": CONFIG.model_dump(mode="json")}),
         details={
             "lengths": sorted(work.lengths),
             "group_lengths": [
@@ -167,10 +187,6 @@ def _measure(
     )
 
 
-def _speculation(drafter: Path) -> SpeculationConfig:
-    return SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=MAX_DRAFT_LENGTH)
-
-
 class _RolloutBench:
     def __init__(self, started: Mapping[str, Sequence[SteppedEngine]], context: Context) -> None:
         self._engines = started
@@ -186,12 +202,12 @@ class _RolloutBench:
         step_s = median(seconds for _, seconds in alone.step_s[1:])
         return {"prefill_tokens_per_s": prefill_rate, "one_token_s": step_s, "tokens": prefill_rate * step_s}
 
-    def survey(self, work: RequestSet, repetitions: int = 1) -> dict[int, list[SteppedBatch]]:
+    def survey(self, work: RequestSet, longest: int, repetitions: int = 1) -> dict[int, list[SteppedBatch]]:
         """Measure every fixed draft length, beside different arms each time."""
         batches: dict[int, list[SteppedBatch]] = defaultdict(list)
         at_once = len(self._engines["drafter"])
         for number in range(repetitions):
-            lengths = list(range(MAX_DRAFT_LENGTH + 1))
+            lengths = list(range(longest + 1))
             random.Random(number).shuffle(lengths)  # noqa: S311
             for first in range(0, len(lengths), at_once):
                 arms = {k: _fixed(k) for k in lengths[first : first + at_once]}
@@ -365,11 +381,12 @@ def _acceptance(rounds: Sequence[Round]) -> dict[str, list[float]]:
     """Share of the drafts with a token at a position that had it accepted, by position."""
     found = {}
     for arm in ("selector", "useless"):
-        proposed, accepted = [0] * MAX_DRAFT_LENGTH, [0] * MAX_DRAFT_LENGTH
-        for groups in rounds:
-            for step in groups[0][arm].steps:
-                for position, (a, b) in enumerate(zip(step.proposed_at, step.accepted_at, strict=True)):
-                    proposed[position] += a
-                    accepted[position] += b
+        steps = [step for groups in rounds for step in groups[0][arm].steps]
+        longest = max((len(step.proposed_at) for step in steps), default=0)
+        proposed, accepted = [0] * longest, [0] * longest
+        for step in steps:
+            for position, (a, b) in enumerate(zip(step.proposed_at, step.accepted_at, strict=True)):
+                proposed[position] += a
+                accepted[position] += b
         found[arm] = [a / p if p else 0.0 for a, p in zip(accepted, proposed, strict=True)]
     return found
