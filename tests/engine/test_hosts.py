@@ -50,11 +50,11 @@ def test_variable_alone_gives_drafter_and_scheduler(text: str, method: str, poli
     answer, lines = run(policy_path, str(file))
     assert answer["scheduler"] == "AdaptiveScheduler"
     assert answer["speculation"] == [method, 3]
-    assert answer["counters"]["steps_at_k2"] > 5
-    assert answer["counters"]["failures"] == 0
+    assert answer["counters"]["selector/steps_at_k2"] > 5
+    assert answer["counters"]["selector/failures"] == 0
     # Drafts of two tokens that are all accepted: three tokens a step, where plain decoding has one.
     if method == "ngram":
-        assert sum(value for key, value in answer["counters"].items() if key.startswith("steps_at_k")) < 60
+        assert sum(value for key, value in answer["counters"].items() if key.startswith("selector/steps_at_k")) < 60
     (line,) = lines
     assert "fills in speculative_config, scheduler_cls, additional_config: drafter" in line
 

@@ -164,6 +164,19 @@ def test_missing_file_costs_speculation_and_not_the_engine(tmp_path: Path) -> No
     assert fill({}, str(tmp_path / "nowhere.toml")).refused
 
 
+def test_history_without_its_libraries_costs_speculation_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "history.toml"
+    file.write_text('[speculation]\ndrafter = {kind = "history"}\n')
+    assert not fill({}, str(file)).refused
+    monkeypatch.setattr("paceline.rollout.hosts.find_spec", lambda name: None)
+    filling = fill({}, str(file))
+    assert filling.refused
+    assert not filling.arguments
+    assert "numba and xxhash" in filling.line(str(file))
+
+
 def test_selector_must_suit_the_speculation_of_the_host(tmp_path: Path) -> None:
     """The scheduler would refuse it, in the engine's process."""
     file = write(

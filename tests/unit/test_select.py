@@ -94,7 +94,7 @@ def test_twice_as_many_lengths_to_choose_from_cost_at_most_one_per_cent(
 
 
 def test_first_step_that_was_interrupted_costs_nothing_later() -> None:
-    """It made 16 requests draft 7 tokens, where 2 or 3 are best, for as long as the engine lived: 0.8 of hindsight."""
+    """It made 16 requests draft 7 tokens, where 2 or 3 are best, for hundreds of steps: 0.8 of hindsight."""
     for seed in SEEDS:
         engine, selector = SteppingEngine(ridge, GOOD, seed=seed), build(MeasuredSelector())
         first = engine.step(16, 0, 0, 3200)[0]

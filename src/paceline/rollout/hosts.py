@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from importlib import import_module
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ _MAX_NUM_SEQS = 256
 """Batches that are planned for where the host leaves `max_num_seqs` to vLLM."""
 _SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 _GRAPHS = ("cudagraph_capture_sizes", "compilation_config")
+_HISTORY_NEEDS = ("numba", "xxhash")
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
 
 
@@ -175,8 +176,10 @@ def _check(given: Mapping[str, Any], speculation: SpeculationConfig, engine: Eng
     build_selector(
         speculation.selector, max_draft_length=speculation.max_draft_length, max_num_requests=engine.max_num_seqs
     )
-    if isinstance(speculation.drafter, HistoryDrafter):
-        import_module("paceline.drafters.history_exchange")
+    # Not imported: vLLM's CPU worker, which may start in this process, stumbles over numba (sampler_fix.py).
+    missing = [name for name in _HISTORY_NEEDS if find_spec(name) is None]
+    if isinstance(speculation.drafter, HistoryDrafter) and missing:
+        raise ValueError(f"drafter history needs {' and '.join(missing)}: pip install 'paceline[train]'")
     if isinstance(speculation.drafter, LearnedDrafter):
         from paceline.drafters.checkpoint import policy_config
 
