@@ -74,7 +74,7 @@ BENCHES = {
     "control": BenchEntry("cost of the control plane per rollout, with 16 to 1,024 simulated engines (about 1 minute)"),
     "faults": BenchEntry(
         "engines, learner, drafter training and driver killed or stopped: what is lost, how long until it is found "
-        "(about 35 minutes)",
+        "(about 65 minutes)",
         _runs_elsewhere,
     ),
     "guard": BenchEntry(
