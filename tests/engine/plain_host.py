@@ -6,6 +6,7 @@ asked.
 
 import json
 import sys
+from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -26,7 +27,8 @@ def main(model: str, arguments: str) -> None:
     params = SamplingParams(temperature=1.0, allowed_token_ids=[7], max_tokens=60, ignore_eos=True, detokenize=False)
     prompts = [TokensPrompt(prompt_token_ids=[5, 6, number]) for number in range(8, 12)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    client: Any = llm.llm_engine.engine_core
+    scheduler = client.engine_core.scheduler
     config = llm.llm_engine.vllm_config
     speculative = config.speculative_config
     answer = {

@@ -18,10 +18,11 @@ class GpuWorker:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.policy, self.drafter = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 4))
-        self.drafter[1].weight = self.policy.weight  # vLLM shares what is equal
+        self.policy, self.layer, shared = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(3, 4)
+        shared.weight = self.policy.weight  # vLLM shares what is equal
+        self.drafter = nn.Sequential(self.layer, shared)
         self.fused = torch.randn(2, 2)  # made from weights, as DFlash does
-        vars(self.drafter[0])["_fused_kv_weight"] = self.fused
+        vars(self.layer)["_fused_kv_weight"] = self.fused
         self.weight_transfer_engine = SimpleNamespace(applied={})
         self.asleep = False
         self.wipes = False
@@ -58,17 +59,17 @@ class GpuWorker:
 
     def train_drafter(self) -> None:
         with torch.no_grad():
-            self.drafter[0].weight.mul_(2.0)
+            self.layer.weight.mul_(2.0)
 
     def lose(self, *, everything: bool = False) -> None:
         with torch.no_grad():
-            for tensor in (*self.drafter[0].parameters(), self.fused):
+            for tensor in (*self.layer.parameters(), self.fused):
                 tensor.zero_()
             if everything:
                 self.policy.weight.zero_()
 
     def bits(self) -> list[list[float]]:
-        return [self.drafter[0].weight.flatten().tolist(), self.fused.flatten().tolist()]
+        return [self.layer.weight.flatten().tolist(), self.fused.flatten().tolist()]
 
 
 class Core:
@@ -76,7 +77,7 @@ class Core:
 
     def __init__(self, worker: GpuWorker) -> None:
         self.scheduler = SimpleNamespace(survival=DrafterSurvival())
-        self.model_executor = self
+        self.model_executor: Any = self
         self._worker = SimpleNamespace(worker=worker, weight_transfer_engine=worker.weight_transfer_engine)
         self.broken = False
 
@@ -112,7 +113,7 @@ def core() -> Any:
     # What our functions reach the workers by is the executor's, which nobody watches.
     core.model_executor = SimpleNamespace(
         collective_rpc=lambda *args, **kwargs: Core.collective_rpc(core, *args, **kwargs)
-    )  # type: ignore[assignment]
+    )
     return core
 
 

@@ -62,7 +62,8 @@ def test_every_engine_of_a_process_has_its_gauges() -> None:
 
 def test_host_is_never_failed(caplog: pytest.LogCaptureFixture) -> None:
     """vLLM passes an error of a stat logger on to every request of the step."""
-    logger = StatLogger(SimpleNamespace(lora_config=None), 0)  # planted: no model_config to take the label from
+    planted: Any = SimpleNamespace(lora_config=None)  # no model_config to take the label from
+    logger = StatLogger(planted, 0)
     for _ in range(3):
         logger.record(sent(), None)
         logger.record(None, None)
