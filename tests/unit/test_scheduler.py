@@ -36,6 +36,7 @@ def test_ranks_that_step_together_are_left_to_vllm(
         parallel_config=SimpleNamespace(
             data_parallel_size=data_parallel_size, distributed_executor_backend=backend, world_size=2
         ),
+        speculative_config=None,
         additional_config={"paceline": {"selector": {"kind": "fixed", "draft_length": 3}}},
     )
     scheduler = AdaptiveScheduler(vllm_config=config)
