@@ -87,8 +87,8 @@ class DraftCounters:
     def add(self, step: Step, expected_rate: float | None) -> None:
         """`expected_rate`: tokens per second that the selector expected of the draft length that this step verifies."""
         self._steps_at[min(step.drafted, len(self._steps_at) - 1)] += 1
-        self._verifications += step.proposed_at[0] if step.proposed_at else 0
-        self._accepted += sum(step.accepted_at)
+        self._verifications += step.num_verifications
+        self._accepted += step.num_accepted
         # A step that also computes prompts is not what the selector's rate is about.
         if expected_rate is not None and not step.num_prefill_tokens:
             self._predicted_s += step.seconds
@@ -143,8 +143,8 @@ class AcceptanceAlarm:
 
     def add(self, step: Step) -> bool:
         """Whether the drafter was found dead in this step."""
-        self._verifications += step.proposed_at[0] if step.proposed_at else 0
-        self._accepted += sum(step.accepted_at)
+        self._verifications += step.num_verifications
+        self._accepted += step.num_accepted
         if self._verifications < ALARM_VERIFICATIONS:
             return False
         rate = self._accepted / self._verifications
@@ -165,8 +165,7 @@ class Timeline:
 
     def add(self, now_s: float, step: Step) -> None:
         """`now_s` is on the machine-wide monotonic clock, which rollouts are timed by as well."""
-        verifications = step.proposed_at[0] if step.proposed_at else 0
-        new = (1, step.drafted, verifications, sum(step.accepted_at), step.num_requests)
+        new = (1, step.drafted, step.num_verifications, step.num_accepted, step.num_requests)
         self._merge(self._bins, int(now_s // self._width_s), new)
         if len(self._bins) > MOST_BINS:
             wider: dict[int, list[float]] = {}

@@ -54,6 +54,16 @@ class Step:
     """[j] = how many of these had position j accepted."""
     num_emitted: int
 
+    @property
+    def num_verifications(self) -> int:
+        """Requests that had a draft to verify."""
+        return self.proposed_at[0] if self.proposed_at else 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that were accepted."""
+        return sum(self.accepted_at)
+
 
 class Acceptance:
     """Acceptance counts by draft position, in a long and a short memory."""

@@ -78,7 +78,7 @@ def _acceptance(steps: Sequence[Step]) -> tuple[tuple[float, ...], int]:
     longest = max(len(step.accepted_at) for step in steps)
     reached, accepted = [0] * longest, [0] * longest
     for step in steps:
-        before = step.proposed_at[0] if step.proposed_at else 0
+        before = step.num_verifications
         for position, here in enumerate(step.accepted_at):
             reached[position] += before
             accepted[position] += here

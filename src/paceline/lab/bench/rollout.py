@@ -345,7 +345,7 @@ def _ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
 
 def _accepted_length(batch: SteppedBatch) -> float:
     verified = [step for step in batch.steps if step.verified]
-    return 1 + sum(sum(step.accepted_at) for step in verified) / sum(step.proposed_at[0] for step in verified)
+    return 1 + sum(step.num_accepted for step in verified) / sum(step.num_verifications for step in verified)
 
 
 def _limit(batches: Group) -> float:

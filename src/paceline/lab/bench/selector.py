@@ -158,7 +158,7 @@ def _after_stretch(engine: SteppedEngine, requests: Sequence[RolloutRequest], co
         ).steps
         drafted = [step for step in _level(steps, size) if step.verified][:AFTER_FALL]
         accepted.append(
-            1 + sum(sum(step.accepted_at) for step in drafted) / sum(step.proposed_at[0] for step in drafted)
+            1 + sum(step.num_accepted for step in drafted) / sum(step.num_verifications for step in drafted)
         )
     context.progress(f"accepted length after a stretch of k = 0: {accepted[0]:.2f}, without one {accepted[1]:.2f}")
     return accepted[0] / accepted[1]
