@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.config import EagleDrafter, EngineConfig, LearnedDrafter, SpeculationConfig, load_config
 from paceline.context import Context
-from paceline.lab.bench.workload import ENGINE, arena_requests
+from paceline.lab.bench.workload import ENGINE, arena_requests, fastest
 from paceline.measure import CpuTimes, Result, environment
 from paceline.selector.cost_file import save_costs
 from paceline.sessions.tune import BATCHES, LENGTHS, tune
@@ -66,7 +66,7 @@ def run(
 
 def engine_settings(asked: EngineConfig) -> EngineConfig:
     """The settings of the speculation benches, but for those that were set in `asked`."""
-    return ENGINE.model_copy(update={name: getattr(asked, name) for name in asked.model_fields_set})
+    return fastest(ENGINE).model_copy(update={name: getattr(asked, name) for name in asked.model_fields_set})
 
 
 def cost_requests(model_path: Path, seed: int) -> list[RolloutRequest]:

@@ -2,29 +2,32 @@
 
     ridge       tokens of a step at which computing takes as long as reading the weights: prefill tokens per second x
                 seconds of a step of one token
-    survey      every fixed draft length at 16 active: which table would have been best in hindsight
-    rounds      three groups of arms, one after another; the selector is in each, and goes on learning
-                  16 active  plain vLLM, k = 0, the selector, the survey's table, the selector with a useless drafter
-                  16 active  the selector, the simple selector, the best fixed length
+    survey      every fixed draft length at 16 active, half of the siblings: which table would be best in hindsight
+    rounds      groups of arms, one after another; the selector goes on learning
+                  16 active  plain vLLM, the selector, the survey's table
+                  16 active  the selector, the simple selector
+                  16 active  plain vLLM, k = 0, the best fixed length, the selector with a useless drafter; half of the
+                             siblings
                   64 active  plain vLLM, the selector
 
 The batch is 16 prompts x 8 siblings with the policy's own lengths (`workload.grouped`). At most 16 requests run while
 the others wait, which is the headline, or 64. Cached prefixes are forgotten before each batch, as a weight sync makes
 an engine do, so siblings share their prompt and nothing else is shared. Plain vLLM has all that the others have:
-compiled, prefix caching in blocks of 32 tokens, whole prompts in steps of 2,048 tokens.
+compiled, the precision that is fastest on this machine, prefix caching in blocks of 32 tokens, whole prompts in steps
+of 2,048 tokens.
+
+16 active requests are 0.4 of the ridge of a machine with matrix units, and more of it on others.
+`decode_speedup_at_ridge` is for comparing machines: tokens per second while about 0.4 of the measured ridge are active.
 
 The arms of a group take turns, a hundredth of the batch each time, which is a few steps, each on an engine of its own,
 so that a machine that drifts slows all of them alike; an arm's seconds are those of its own steps. Figures are ratios
 within a group, medians over rounds. `tail_speedup` is the rate with at most two requests active, pooled over all
 batches: rounds go on until each arm has 500 such tokens, and end in any case in time for `BUDGET_S`.
-
-What a step at (batch, k) costs and emits does not depend on what a table says for other batch sizes. So a table's time
-is a sum over its entries, and the search over all tables is an argmax for each bucket of batch sizes: exhaustive
-without trying each one.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import tempfile
@@ -48,23 +51,23 @@ from paceline.config import (
     load_config,
 )
 from paceline.context import Context
-from paceline.lab.bench.tail import Group, Round, compared, tail, tail_rate, tail_ratios, wants_more
-from paceline.lab.bench.workload import ENGINE, RequestSet, arena_requests, engines, grouped, rate
+from paceline.lab.bench.batch_rates import best_table, bucket_of, limit, name_of, rate_by_batch, speedup_by_batch
+from paceline.lab.bench.tail import Round, compared, tail, tail_rate, tail_ratios, wants_more
+from paceline.lab.bench.workload import ENGINE, RequestSet, arena_requests, engines, fastest, grouped
 from paceline.lab.random_drafter import random_drafter
 from paceline.measure import CpuTimes, Goal, Result, environment, meanwhile, middle, paired
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, lockstep
-from paceline.selector.cost import Step
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
 
 CONFIG = ENGINE.model_copy(update={"kv_cache_gb": 1.5})
-"""KV cache of each of five engines side by side; the batch needs less than half of it."""
-BUCKETS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64))
+"""KV cache of each of four engines side by side; in bfloat16 the batch needs less than half of it."""
 NUM_PROMPTS, GROUP_SIZE = 16, 8
 ACTIVE, MANY_ACTIVE = 16, 64
+RIDGE_SHARE = 0.4
 _SETTINGS = ("speculation.drafter.kind=", "speculation.drafter.path=", "speculation.max_draft_length=")
 PART = 0.01
 """Share of a batch that an arm generates in its turn: a few steps."""
-BUDGET_S = 65 * 60
+BUDGET_S = 68 * 60
 """No round is begun that would end later than this after the start."""
 GOALS: dict[str, Goal] = {
     "makespan_speedup": (">=", 3.0),
@@ -82,6 +85,17 @@ class RolloutArm:
     name: str
     selector: SelectorConfig | None = None
     engine: str = "drafter"
+
+
+@dataclass(frozen=True, slots=True)
+class _ArmGroup:
+    """Arms that take turns on the same work."""
+
+    arms: Sequence[RolloutArm]
+    work: RequestSet
+    most_active: int = ACTIVE
+    note: str = ""
+    """Ends the arms' names where the work is another than in the headline."""
 
 
 PLAIN = RolloutArm("plain", None, "plain")
@@ -135,27 +149,31 @@ def _measure(
     before, began_s, load_before = CpuTimes.now(), time.monotonic(), os.getloadavg()[0]
     drafts = kinds["drafter"]
     assert drafts is not None
-    speculations = [*kinds.values(), drafts, drafts]
-    with engines(model_path, speculations, seed=seed, context=context, config=CONFIG) as started:
+    speculations, config = [*kinds.values(), drafts], fastest(CONFIG)
+    with engines(model_path, speculations, seed=seed, context=context, config=config) as started:
         bench = _RolloutBench(dict(zip(kinds, (started[:1], started[1:2], started[2:]), strict=True)), context)
-        drafting = FixedSelector(draft_length=4)
         work = grouped(
             started[2],
             model_path,
             num_prompts=NUM_PROMPTS,
             group_size=GROUP_SIZE,
-            selector=drafting,
+            selector=MeasuredSelector(),
             max_tokens=640,
             seed=seed,
         )
         context.progress(f"{len(work.requests)} requests, {sum(work.lengths)} tokens, longest {max(work.lengths)}")
         ridges = [bench.ridge(model_path, seed + 1 + number) for number in range(3)]
-        survey = bench.survey(work, drafts.max_draft_length)
+        half = replace(work, requests=work.requests[::2])  # of every group
+        survey = bench.survey(half, drafts.max_draft_length)
         table = best_table(survey)
-        rounds, machine = bench.rounds(work, _groups(table, survey), repetitions, began_s + BUDGET_S)
+        groups = _groups(survey, table, work, half)
+        rounds, machine = bench.rounds(groups, repetitions, began_s + BUDGET_S)
     figures, spread, pairs = paired(_ratios(rounds))
     figures["tail_speedup"] = tail_rate(compared(rounds, "selector")) / tail_rate(compared(rounds, "plain"))
     figures["ridge_tokens"], spread["ridge_tokens"] = middle([ridge["tokens"] for ridge in ridges])
+    by_batch = speedup_by_batch([round_[0] for round_ in rounds])
+    at_ridge = bucket_of(max(1, min(ACTIVE, round(RIDGE_SHARE * figures["ridge_tokens"]))))
+    figures["decode_speedup_at_ridge"] = by_batch.get(name_of(at_ridge), math.nan)
     figures |= _lengths(work.lengths)
     figures["tail_tokens"] = min(tail(compared(rounds, arm))[0] for arm in ("plain", "selector"))
     subject = {"model": model, "drafter": drafts.drafter.kind, "max_draft_length": drafts.max_draft_length}
@@ -164,7 +182,7 @@ def _measure(
         figures=figures,
         spread=dict.fromkeys(figures, 0.0) | spread,
         goals=GOALS,
-        environment=environment(seeds=[seed], config=subject | {"engine": CONFIG.model_dump(mode="json")}),
+        environment=environment(seeds=[seed], config=subject | {"engine": config.model_dump(mode="json")}),
         details={
             "lengths": sorted(work.lengths),
             "group_lengths": [
@@ -176,9 +194,10 @@ def _measure(
             "tail": {arm: tail(compared(rounds, arm)) for arm in ("plain", "selector")},
             "hindsight_table": table,
             "survey_s": {k: [batch.seconds for batch in batches] for k, batches in survey.items()},
-            "makespan_s": _makespans(rounds),
+            "makespan_s": _makespans(rounds, groups),
+            "speedup_by_batch": by_batch,
             "paired": pairs,
-            "rate_by_batch": _rates(survey, [groups[0]["plain"] for groups in rounds]),
+            "rate_by_batch": rate_by_batch(survey, [groups[0]["plain"] for groups in rounds]),
             "accepted_by_position": _acceptance(rounds),
             "chosen": [asdict(step) for step in rounds[-1][0]["selector"].steps],
             "selector": rounds[-1][0]["selector"].figures,
@@ -211,13 +230,13 @@ class _RolloutBench:
             random.Random(number).shuffle(lengths)  # noqa: S311
             for first in range(0, len(lengths), at_once):
                 arms = {k: _fixed(k) for k in lengths[first : first + at_once]}
-                group = self._run(work, list(arms.values()))
+                group = self._run(_ArmGroup(list(arms.values()), work))
                 for k, arm in arms.items():
                     batches[k].append(group[arm.name])
         return dict(sorted(batches.items()))
 
     def rounds(
-        self, work: RequestSet, groups: Sequence[Sequence[RolloutArm]], wanted: int, until_s: float
+        self, groups: Sequence[_ArmGroup], wanted: int, until_s: float
     ) -> tuple[list[Round], list[dict[str, float]]]:
         """Run rounds until there are as many as wanted and the tail has its tokens, or the time is up. Returns also
         what the machine did in each."""
@@ -225,7 +244,7 @@ class _RolloutBench:
         machine: list[dict[str, float]] = []
         while wants_more(found, wanted):
             before, began_s = CpuTimes.now(), time.monotonic()
-            found.append([self._run(work, arms) for arms in groups[:-1]] + [self._run(work, groups[-1], MANY_ACTIVE)])
+            found.append([self._run(group) for group in groups])
             machine.append(meanwhile(before))
             first, now_s = found[-1][0], time.monotonic()
             speedup = first["plain"].seconds / first["selector"].seconds
@@ -234,22 +253,22 @@ class _RolloutBench:
                 break
         return found, machine
 
-    def _run(self, work: RequestSet, arms: Sequence[RolloutArm], most_active: int = ACTIVE) -> dict[str, SteppedBatch]:
+    def _run(self, group: _ArmGroup) -> dict[str, SteppedBatch]:
         """Run arms in turns, the selector always on the drafter's first engine, which holds what it has learnt."""
         free = {kind: list(started) for kind, started in self._engines.items()}
         orders = [
             (
                 free[arm.engine].pop(0),
                 Order(
-                    requests=work.requests,
+                    requests=group.work.requests,
                     selector=arm.selector,
                     name=arm.name,
                     to_the_end=True,
-                    most_active=most_active,
+                    most_active=group.most_active,
                     forget_prefixes=True,
                 ),
             )
-            for arm in sorted(arms, key=lambda arm: arm is not SELECTOR)
+            for arm in sorted(group.arms, key=lambda arm: arm is not SELECTOR)
         ]
         batches = {order.name: batch for (_, order), batch in zip(orders, lockstep(orders, PART), strict=True)}
         self._context.progress("  " + ", ".join(f"{name} {batch.seconds:.2f} s" for name, batch in batches.items()))
@@ -261,37 +280,20 @@ def _fixed(k: int) -> RolloutArm:
 
 
 def _groups(
-    table: Sequence[tuple[int, int, int]], survey: Mapping[int, Sequence[SteppedBatch]]
-) -> list[list[RolloutArm]]:
-    by_time = sorted((k for k in survey if k), key=lambda k: median(batch.seconds for batch in survey[k]))
+    survey: Mapping[int, Sequence[SteppedBatch]],
+    table: Sequence[tuple[int, int, int]],
+    work: RequestSet,
+    half: RequestSet,
+) -> list[_ArmGroup]:
+    """The headline first, 64 active last."""
+    best_fixed = min((k for k in survey if k), key=lambda k: median(batch.seconds for batch in survey[k]))
     hindsight = RolloutArm("hindsight", TableSelector(ranges=tuple(table)))
     return [
-        [PLAIN, _fixed(0), SELECTOR, hindsight, USELESS],
-        [SELECTOR, RolloutArm("simple", SimpleSelector()), _fixed(by_time[0])],
-        [PLAIN, SELECTOR],
+        _ArmGroup([PLAIN, SELECTOR, hindsight], work),
+        _ArmGroup([SELECTOR, RolloutArm("simple", SimpleSelector())], work),
+        _ArmGroup([PLAIN, _fixed(0), USELESS, replace(_fixed(best_fixed), name="best fixed")], half, note=" (half)"),
+        _ArmGroup([PLAIN, SELECTOR], work, MANY_ACTIVE, note=" (64 active)"),
     ]
-
-
-def _bucket(num_requests: int) -> tuple[int, int]:
-    return next(bucket for bucket in BUCKETS if bucket[0] <= num_requests <= bucket[1])
-
-
-def _by_bucket(batches: Sequence[SteppedBatch]) -> dict[tuple[int, int], list[Step]]:
-    found: dict[tuple[int, int], list[Step]] = defaultdict(list)
-    for batch in batches:
-        for step in batch.steps:
-            if step.num_prefill_tokens == 0:
-                found[_bucket(step.num_requests)].append(step)
-    return found
-
-
-def best_table(survey: Mapping[int, Sequence[SteppedBatch]]) -> list[tuple[int, int, int]]:
-    """The draft length with the highest rate in each bucket of batch sizes."""
-    rates: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
-    for k, batches in survey.items():
-        for bucket, steps in _by_bucket(batches).items():
-            rates[bucket][k] = rate(steps)
-    return [(*bucket, max(by_k, key=by_k.__getitem__)) for bucket, by_k in sorted(rates.items())]
 
 
 def _lengths(lengths: Sequence[int]) -> dict[str, float]:
@@ -308,12 +310,12 @@ def _prefill_saved(work: RequestSet, batch: SteppedBatch) -> float:
     return 1 - sum(step.num_prefill_tokens for step in batch.steps) / prompts
 
 
-def _makespans(rounds: Sequence[Round]) -> dict[str, list[float]]:
+def _makespans(rounds: Sequence[Round], groups: Sequence[_ArmGroup]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
-    for groups in rounds:
-        for group, more in zip(groups, [*[""] * (len(groups) - 1), " (64 active)"], strict=True):
-            for name, batch in group.items():
-                found[name + more].append(batch.seconds)
+    for measured in rounds:
+        for group, batches in zip(groups, measured, strict=True):
+            for name, batch in batches.items():
+                found[name + group.note].append(batch.seconds)
     return dict(found)
 
 
@@ -325,9 +327,6 @@ def _ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
         found = [next(group for group in groups[:-1] if slow in group and fast in group) for groups in rounds]
         return [group[slow].seconds / group[fast].seconds for group in found]
 
-    makespans = _makespans(rounds)
-    fixed = [name for name in makespans if name.startswith("k=") and name != "k=0"]
-    best_fixed = min(fixed, key=lambda name: median(makespans[name]))
     first = [groups[0] for groups in rounds]
     return {
         "makespan_speedup": shorter("plain", "selector"),
@@ -335,10 +334,10 @@ def _ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
         "tail_speedup": tail_ratios(rounds),
         "of_hindsight": shorter("hindsight", "selector"),
         "over_simple_selector": shorter("simple", "selector"),
-        "over_best_fixed": shorter(best_fixed, "selector"),
+        "best_fixed_speedup": shorter("plain", "best fixed"),
         "k0_ratio": shorter("plain", "k=0"),
         "useless_drafter_ratio": shorter("plain", "useless"),
-        "limit": [_limit(group) for group in first],
+        "limit": [limit(group) for group in first],
         "accepted_length": [_accepted_length(group["selector"]) for group in first],
     }
 
@@ -348,40 +347,11 @@ def _accepted_length(batch: SteppedBatch) -> float:
     return 1 + sum(step.num_accepted for step in verified) / sum(step.num_verifications for step in verified)
 
 
-def _limit(batches: Group) -> float:
-    """Upper limit of the speed-up: accepted length x plain step / speculative step, weighted by where the selector's
-    tokens are. No schedule of draft lengths with these step times can be faster."""
-    plain: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for active, seconds in batches["plain"].step_s:
-        plain[_bucket(active)].append(seconds / active)
-    plain_s = speculative_s = 0.0
-    for bucket, steps in _by_bucket([batches["selector"]]).items():
-        if bucket in plain:
-            plain_s += sum(step.num_emitted for step in steps) * median(plain[bucket])
-            speculative_s += sum(step.num_emitted for step in steps) / rate(steps)
-    return plain_s / speculative_s
-
-
-def _rates(survey: Mapping[int, Sequence[SteppedBatch]], plain: Sequence[SteppedBatch]) -> dict[str, dict[str, float]]:
-    """Tokens per second by batch size and draft length."""
-    rates: dict[str, dict[str, float]] = {}
-    by_bucket: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
-    for batch in plain:
-        for active, seconds in batch.step_s[1:]:
-            by_bucket[_bucket(active)].append((active, seconds))
-    for bucket, steps in sorted(by_bucket.items()):
-        rates.setdefault(f"{bucket[0]}-{bucket[1]}", {})["plain"] = sum(a for a, _ in steps) / sum(s for _, s in steps)
-    for k, batches in survey.items():
-        for bucket, steps in sorted(_by_bucket(batches).items()):
-            rates.setdefault(f"{bucket[0]}-{bucket[1]}", {})[str(k)] = rate(steps)
-    return rates
-
-
 def _acceptance(rounds: Sequence[Round]) -> dict[str, list[float]]:
     """Share of the drafts with a token at a position that had it accepted, by position."""
     found = {}
     for arm in ("selector", "useless"):
-        steps = [step for groups in rounds for step in groups[0][arm].steps]
+        steps = [step for groups in rounds for group in groups if arm in group for step in group[arm].steps]
         longest = max((len(step.proposed_at) for step in steps), default=0)
         proposed, accepted = [0] * longest, [0] * longest
         for step in steps:

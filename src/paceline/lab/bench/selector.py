@@ -23,7 +23,7 @@ from statistics import median
 
 from paceline.config import EagleDrafter, FixedSelector, MeasuredSelector, SpeculationConfig, TableSelector
 from paceline.context import Context
-from paceline.lab.bench.workload import ENGINE, engines, long_requests, rate
+from paceline.lab.bench.workload import ENGINE, engines, fastest, long_requests, rate
 from paceline.measure import CpuTimes, Result, environment, paired
 from paceline.rollout.stepped import Order, SteppedEngine
 from paceline.selector.cost import Step
@@ -52,8 +52,8 @@ def run(
     model_path = resolve_policy(model, context)
     drafter = resolve_drafter("arena", model, context)
     speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=MAX_DRAFT_LENGTH)
-    before = CpuTimes.now()
-    with engines(model_path, [speculation], seed=seed, context=context) as (engine,):
+    before, config = CpuTimes.now(), fastest(ENGINE)
+    with engines(model_path, [speculation], seed=seed, context=context, config=config) as (engine,):
         requests = long_requests(model_path, num_requests=max(BATCHES), max_tokens=LENGTH, seed=seed)
         learnt = {batch: _converge(engine, requests[-batch:], context) for batch in BATCHES}
         falls = [_fall(engine, requests, number, context) for number in range(repetitions)]
@@ -75,7 +75,7 @@ def run(
         figures=figures,
         spread=spread | {"converged": 0.0},
         goals={"converged": (">=", 0.95), "after_fall": (">=", 0.9)},
-        environment=environment(seeds=[seed], config={"model": model, "engine": ENGINE.model_dump(mode="json")}),
+        environment=environment(seeds=[seed], config={"model": model, "engine": config.model_dump(mode="json")}),
         details={
             "rate_by_length": {str(batch): rates for batch, (_, rates) in learnt.items()},
             "paired": pairs,

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
 from paceline.context import Context
+from paceline.devices import fast_precision
 from paceline.lab.arena.task import problems
 from paceline.rollout.arguments import end_tokens
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, stepped_engine
@@ -52,6 +53,11 @@ class RequestSet:
             end = next((place for place, token in enumerate(tokens) if token in self.end_ids), len(tokens) - 1)
             past += len(tokens) - 1 - end
         return past / sum(map(len, batch.token_ids))
+
+
+def fastest(config: EngineConfig) -> EngineConfig:
+    """The same engine in the precision that is fastest here: a rival in another would be slowed down."""
+    return config.model_copy(update={"dtype": fast_precision()})
 
 
 def one_of(config: EngineConfig, num: int) -> EngineConfig:
