@@ -5,9 +5,9 @@
     stream    the same with run.max_age=1: the learner takes groups as they finish, and engines go on
 
 All arms are the arena with few rollouts a step, so that as in runs with long answers most of a step is generation; its
-share is measured and has a goal. They have the same prompts, number of updates and correction, and every group is
-trained on. They take turns, in another order for each seed; ratios are of runs of one seed, and the first steps, in
-which selectors and caches warm up, do not count.
+share is measured and has a goal. They have the same prompts, number of updates and correction, engines in the precision
+that is fastest here, and every group is trained on. They take turns, in another order for each seed; ratios are of runs
+of one seed, and the first steps, in which selectors and caches warm up, do not count.
 
     step_speedup          seconds of a step, plain over sync; median of the seeds
     step_speedup_stream   plain over stream
@@ -29,6 +29,7 @@ import numpy as np
 
 from paceline.config import load_config
 from paceline.context import Context
+from paceline.devices import fast_precision
 from paceline.measure import CpuTimes, Result, environment, meanwhile, middle, paired
 from paceline.report.recorded import RecordedRun, read_run
 from paceline.sessions.train import run as run_session
@@ -76,7 +77,8 @@ def run(
 ) -> Result:
     """Train every arm once per seed, by turns."""
     before = CpuTimes.now()
-    settings = {arm: [*_SETTINGS, *overrides, *changed] for arm, changed in ARMS.items()}
+    fastest = f"rollout.engine.dtype={fast_precision()}"
+    settings = {arm: [fastest, *_SETTINGS, *overrides, *changed] for arm, changed in ARMS.items()}
     runs: dict[str, dict[int, SteppedRun]] = {arm: {} for arm in ARMS}
     names = list(ARMS)
     for turn, seed in enumerate(seeds):
