@@ -91,7 +91,7 @@ SOURCES = {
         ),
     },
 }
-"""Of every host as much as its keys need. Importing any of the files would fail."""
+"""As much of every host as its keys need. Importing any of the files would fail."""
 RIGHT_AND_WRONG = [
     ("verl", "bash", "python -m verl.x +actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=x", "-m verl.x"),
     ("verl", "bash", "'actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={method: x, how: y}'", ".how"),
