@@ -26,7 +26,6 @@ HOOKS = {
             "running",
             "waiting",
             "max_num_running_reqs",
-            "max_num_active_reqs",
             "vllm_config",
         )
     },
@@ -43,7 +42,10 @@ HOOKS = {
         "ModelRunnerOutput": ("sampled_token_ids", "req_id_to_index"),
         "DraftTokenIds": ("draft_token_ids",),
     },
-    "v1/engine/core.py": {"EngineCore": ("scheduler",)},
+    "v1/engine/core.py": {"EngineCore": ("scheduler", "sleep(level)", "wake_up(tags)", "collective_rpc(method)")},
+    "v1/worker/gpu_worker.py": {"Worker": ("get_model(self)", "use_v2_model_runner")},
+    "v1/metrics/stats.py": {"SchedulerStats": ("waiting_lora_adapters",)},
+    "v1/metrics/loggers.py": {"StatLoggerBase": ("record(scheduler_stats)",)},
     "engine/arg_utils.py": {
         "EngineArgs": ("create_engine_config(self)", "scheduler_cls", "speculative_config", "additional_config")
     },

@@ -14,7 +14,7 @@ from paceline.cli.certify import spelled_out
 from paceline.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 RUN_BY = {
     "train": "e2e/test_cluster.py",
     "report": "unit/test_drafter_report.py",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from paceline.rollout.internals import drafter_survival
+from paceline.rollout.internals.drafter_model import own_weights
 from paceline.rollout.internals.drafter_survival import DrafterSurvival, meaning_of
 
 
@@ -204,6 +205,22 @@ def test_failure_is_counted_and_the_call_goes_on(core: Any, monkeypatch: pytest.
     monkeypatch.setattr(worker, "get_draft_model", lambda: 1 / 0)
     core.collective_rpc("reload_weights")
     assert counts(core) == (0, 3), "what was not kept is not put back"
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_drafter_is_found_in_a_vllm_that_has_no_method_for_it(v2: bool) -> None:
+    """The worker has had get_draft_model since vLLM 0.26; verl's vLLM, whose sleep loses drafters, is 0.24."""
+    new = GpuWorker()
+    runner = {"speculator" if v2 else "drafter": SimpleNamespace(model=new.drafter)}
+    old: Any = SimpleNamespace(
+        get_model=new.get_model,
+        use_v2_model_runner=v2,
+        speculative_config=object(),
+        model_runner=SimpleNamespace(**runner),
+    )
+    assert own_weights(old).keys() == own_weights(cast("Any", new)).keys() != set()
+    old.model_runner = SimpleNamespace(drafter=SimpleNamespace(), speculator=SimpleNamespace())  # drafts by n-grams
+    assert own_weights(old) == {}
 
 
 def test_other_schedulers_are_left_alone(core: Any) -> None:

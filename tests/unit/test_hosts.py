@@ -125,6 +125,15 @@ def test_drafter_is_loaded_where_the_policy_is_a_dummy(eagle: str, ngram: str) -
     assert "draft_load_config" not in fill(dummy, ngram).arguments["speculative_config"]
 
 
+def test_drafter_that_would_be_a_dummy_is_left_out(eagle: str, ngram: str) -> None:
+    """The V2 runner of vLLM 0.24 to 0.29 loads drafters as it loads the policy: it would be drafted at random."""
+    dummy = POLICY | {"load_format": "dummy"}
+    filling = fill(dummy, eagle, drafter_loads_apart=False)
+    assert filling.arguments == {} and filling.refused and "VLLM_USE_V2_MODEL_RUNNER=0" in filling.line(eagle)
+    assert not fill(POLICY, eagle, drafter_loads_apart=False).refused
+    assert not fill(dummy, ngram, drafter_loads_apart=False).refused
+
+
 def test_drafter_of_another_policy_is_left_out(eagle: str) -> None:
     """vLLM would load it, and accept nothing."""
     filling = fill(POLICY | {"model": str(assets.policy("small"))}, eagle)

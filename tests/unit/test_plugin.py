@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.rollout import plugin
-from paceline.rollout.internals import engine_arguments, platform, sampler_fix
+from paceline.rollout.internals import drafter_model, engine_arguments, platform, sampler_fix
 from paceline.rollout.speculation import SCHEDULER
 
 
@@ -95,7 +95,7 @@ def test_known_vllm_gets_every_step_and_one_line(vllm, taken: list[str], lines: 
     assert taken[-1] == "_mend_sampler" and len(lines) == 2
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "0.33.0", "0.1.dev1+g123", "dev"])
+@pytest.mark.parametrize("version", ["0.23.0", "0.33.0", "0.1.dev1+g123", "dev"])
 @pytest.mark.parametrize("act", [plugin.register, plugin.mend])
 def test_other_vllm_is_left_alone(
     act: Callable[[], None], version: str, vllm, taken: list[str], lines: list[logging.LogRecord]
@@ -106,17 +106,27 @@ def test_other_vllm_is_left_alone(
     act()
     assert taken == []
     (record,) = lines
-    assert f"knows vLLM 0.30 to 0.32, not {version}" in record.getMessage()
+    assert f"knows vLLM 0.24 to 0.32, not {version}" in record.getMessage()
     assert record.levelno == logging.INFO
 
 
 def test_who_sets_the_variable_is_warned_that_nothing_is_done(
     vllm, taken: list[str], lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vllm.__version__ = "0.29.1"
+    vllm.__version__ = "0.23.0"
     monkeypatch.setenv("PACELINE", "auto")
     plugin.register()
     assert [record.levelno for record in lines] == [logging.WARNING]
+
+
+def test_older_vllm_gets_no_weight_wire(vllm, lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transfer factory is another; that must cost neither the engine nor what hosts get."""
+    vllm.__version__ = "0.24.0"
+    monkeypatch.setattr(plugin, "_initialise_amx", lambda: "no AMX")
+    plugin.register()
+    (record,) = lines
+    assert record.levelno == logging.INFO
+    assert "no weight-transfer backend" in record.getMessage() and "PACELINE is not set" in record.getMessage()
 
 
 @pytest.mark.parametrize("broken", [None, SimpleNamespace()])
@@ -253,6 +263,7 @@ def test_variable_is_followed_and_said_once(lines: list[logging.LogRecord], monk
     """On a CPU whose sampler was not mended, speculation would sample from a wrong distribution."""
     monkeypatch.setenv("PACELINE", "auto")
     monkeypatch.setattr(platform, "on_cpu", lambda: True)
+    monkeypatch.setattr(drafter_model, "loads_apart", lambda: True)
     monkeypatch.setattr(sampler_fix, "needs_mending", lambda: False)
     for _ in range(2):
         assert plugin._fill(HostArguments())["scheduler_cls"] == SCHEDULER

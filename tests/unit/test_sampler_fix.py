@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -70,6 +72,29 @@ def test_other_version_is_refused(version: str) -> None:
     """Compared as numbers: as text, 0.9 would be newer than 0.30."""
     with pytest.raises(ValueError, match=r"must be 0\.30 to 0\.32"):
         versions.check_version(version)
+
+
+def test_other_hosts_may_have_an_older_vllm() -> None:
+    assert versions.is_known("0.24.0", versions.OLDEST_HOST) and not versions.is_known("0.24.0")
+    assert not versions.is_known("0.23.9", versions.OLDEST_HOST)
+
+
+@pytest.mark.usefixtures("stock_sampler")
+def test_sampler_without_dispatchers_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.24 to 0.29: until a worker starts, the sampler's kernels are plain functions, which cannot be launched."""
+    from vllm.v1.sample import rejection_sampler
+
+    def launch(*args: object) -> None:
+        raise TypeError("'function' object is not subscriptable")
+
+    monkeypatch.setitem(sys.modules, "vllm.triton_utils.dispatcher", None)
+    monkeypatch.setitem(sys.modules, "vllm.utils.cpu_triton_utils", ModuleType("cpu_triton_utils"))
+    monkeypatch.setattr("vllm.utils.cpu_triton_utils", ModuleType("cpu_triton_utils"), raising=False)
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", launch)
+    for name in ("rejection_greedy_sample", "rejection_random_sample", "sample_recovered_tokens"):
+        monkeypatch.delattr(rejection_sampler, f"_{name}", raising=False)
+    assert sampler_fix.mend_sampler()
+    assert sampler_fix.sampler_is_sound()
 
 
 def test_amx_is_initialised_where_the_cpu_has_it() -> None:

@@ -72,9 +72,17 @@ def given(arguments: Any) -> dict[str, Any]:
     return found
 
 
-def fill(given: Mapping[str, Any], setting: str, *, on_gpu: bool = False, sound_sampler: bool = True) -> Filling:
+def fill(
+    given: Mapping[str, Any],
+    setting: str,
+    *,
+    on_gpu: bool = False,
+    sound_sampler: bool = True,
+    drafter_loads_apart: bool = True,
+) -> Filling:
     """Return what a setting (the path of a TOML file with a section [speculation], or AUTO) adds to the arguments that
-    the host has given. Without a `sound_sampler` speculation would sample from a wrong distribution, and is not added.
+    the host has given. Without a `sound_sampler` speculation would sample from a wrong distribution, and is not added;
+    nor is a learned drafter that would be a dummy with the policy, because it does not `drafter_loads_apart`.
     """
     if reason := _why_nothing(given):
         return Filling(arguments={}, reasons=(reason,))
@@ -91,6 +99,12 @@ def fill(given: Mapping[str, Any], setting: str, *, on_gpu: bool = False, sound_
         fixed = _why_fixed(given)
         if fixed and setting == AUTO:
             raise ValueError(f"n-grams may cost more than they gain where the draft length is not chosen: {fixed}")
+        dummy = isinstance(config.speculation.drafter, LearnedDrafter) and given.get("load_format") == "dummy"
+        if dummy and not drafter_loads_apart:
+            raise ValueError(
+                "load_format: got dummy; must be another because the V2 model runner of vLLM before 0.30 would make "
+                "the drafter a dummy too; VLLM_USE_V2_MODEL_RUNNER=0 selects V1"
+            )
         return _with_speculation(given, config.speculation, _engine(given, config), on_gpu=on_gpu, fixed=fixed)
     except Exception as error:  # noqa: BLE001  whatever is wrong with file or drafter, the host's engine starts
         return Filling(arguments={}, reasons=(str(error) or repr(error),), refused=True)

@@ -40,9 +40,10 @@ def _run(plugin: str, *steps: Callable[[], str]) -> None:
     try:
         import vllm
 
-        from paceline.rollout.internals.version import KNOWN, is_known
+        from paceline.rollout.internals.version import KNOWN_HOSTS, OLDEST_HOST, is_known
 
-        known, unknown = is_known(vllm.__version__), f"knows vLLM {KNOWN}, not {vllm.__version__}"
+        known = is_known(vllm.__version__, OLDEST_HOST)
+        unknown = f"knows vLLM {KNOWN_HOSTS}, not {vllm.__version__}"
     except Exception as error:  # noqa: BLE001  whatever this vLLM is, it is not one that we know
         known, unknown = False, f"cannot tell which vLLM this is: {error!r}"
     if not known:
@@ -74,8 +75,13 @@ def _initialise_amx() -> str:
 
 
 def _register_backend() -> str:
-    from paceline.rollout.internals.registry import register_backend
+    import vllm
 
+    from paceline.rollout.internals.registry import register_backend
+    from paceline.rollout.internals.version import KNOWN, is_known
+
+    if not is_known(vllm.__version__):
+        return f"no weight-transfer backend, because Paceline's own engines need vLLM {KNOWN}"
     register_backend(_BACKEND, "paceline.rollout.receiver", "PushReceiver")
     return f"weight-transfer backend {_BACKEND} registered"
 
@@ -105,9 +111,16 @@ def _fill(arguments: Any) -> dict[str, Any]:
     if not setting:
         return {}
     from paceline.rollout.hosts import fill, given
+    from paceline.rollout.internals.drafter_model import loads_apart
     from paceline.rollout.internals.platform import on_cpu
     from paceline.rollout.internals.sampler_fix import needs_mending
 
-    filling = fill(given(arguments), setting, on_gpu=not on_cpu(), sound_sampler=not needs_mending())
+    filling = fill(
+        given(arguments),
+        setting,
+        on_gpu=not on_cpu(),
+        sound_sampler=not needs_mending(),
+        drafter_loads_apart=loads_apart(),
+    )
     _say(logging.WARNING if filling.refused else logging.INFO, filling.line(setting))
     return filling.arguments

@@ -3,13 +3,17 @@
 Relies on vllm/v1/worker/gpu_worker.py: Worker.get_model and get_draft_model, which both model runners answer, because
 vLLM does not say which of a drafter's weights it has replaced by the policy's (it does so when they are equal), and on
 names in vllm/model_executor/models/qwen3_dflash.py, which derives tensors from weights. A worker method that names
-shared weights would let this go.
+shared weights would let this go. Before vLLM 0.26 the worker has no get_draft_model, and before 0.30 the V2 runner does
+not read `draft_load_config` (vllm/v1/worker/gpu/spec_decode/eagle/utils.py).
 """
 
 from __future__ import annotations
 
 from itertools import chain
 from typing import TYPE_CHECKING
+
+from paceline.rollout.internals.model_runner import proposer
+from paceline.rollout.internals.version import is_known
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +38,21 @@ def is_learned(speculation: SpeculativeConfig | None) -> bool:
     return speculation is not None and speculation.method not in _MODEL_FREE
 
 
+def loads_apart() -> bool:
+    """Whether vLLM gives a drafter the weights of its checkpoint where it gives the policy dummies."""
+    import vllm
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    return is_known(vllm.__version__) or current_platform.is_cpu() or envs.VLLM_USE_V2_MODEL_RUNNER is False
+
+
 def own_weights(worker: Worker) -> dict[str, torch.Tensor]:
     """Everything of the drafter's that does not lie in the policy's memory; nothing without a learned drafter."""
-    drafter = worker.get_draft_model()
+    if hasattr(worker, "get_draft_model"):
+        drafter = worker.get_draft_model()
+    else:
+        drafter = getattr(proposer(worker), "model", None)
     if drafter is None:
         return {}
     policy = worker.get_model()

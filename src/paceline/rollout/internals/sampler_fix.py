@@ -9,7 +9,7 @@ puts them where it calls.
 Relied upon:
   vllm/v1/sample/rejection_sampler.py   expand_batch_to_tokens, a global that its callers look up; expand_kernel
   vllm/triton_utils/dispatcher.py       KernelOverride (0.31 and later)
-  vllm/utils/cpu_triton_utils.py        *_kernel (0.30)
+  vllm/utils/cpu_triton_utils.py        *_kernel (before 0.31)
   vllm/platforms/interface.py           register_triton_kernel_overrides
   vllm/triton_utils/importing.py        HAS_TRITON: true on the CPU under Triton's interpreter only
 
@@ -42,7 +42,7 @@ def sampler_is_sound() -> bool:
     torch.full((6,), -1.0, device=device)
     try:
         expanded_T = rejection_sampler.expand_batch_to_tokens(temperature_B, ends_B, 6)
-    except TypeError:  # vLLM 0.30 calls a kernel that is not there
+    except TypeError:  # vLLM before 0.31 calls a kernel that is not there
         return False
     return torch.equal(expanded_T.cpu(), expected_T)
 
@@ -58,11 +58,13 @@ def install_cpu_kernels() -> None:
     try:
         from vllm.triton_utils.dispatcher import KernelOverride
     except ModuleNotFoundError:
-        # vLLM 0.30: its worker puts them beside the sampler's dispatchers, and the first draft kills it.
+        # vLLM 0.30: its worker puts them beside the sampler's dispatchers, and the first draft kills it. Before that
+        # there are no dispatchers, and the worker puts the kernels where they are called.
         from vllm.utils import cpu_triton_utils
 
         for name in ("rejection_greedy_sample", "rejection_random_sample", "sample_recovered_tokens"):
-            getattr(rejection_sampler, f"_{name}").kernel = getattr(cpu_triton_utils, f"{name}_kernel")
+            if hasattr(rejection_sampler, f"_{name}"):
+                getattr(rejection_sampler, f"_{name}").kernel = getattr(cpu_triton_utils, f"{name}_kernel")
         return
     if isinstance(rejection_sampler.expand_kernel, KernelOverride):
         return

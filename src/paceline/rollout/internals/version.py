@@ -8,14 +8,18 @@ from __future__ import annotations
 import re
 
 OLDEST = (0, 30)
+OLDEST_HOST = (0, 24)
+"""Oldest vLLM of other hosts: scheduler and PACELINE need less of vLLM than our own engines (docs/support.md says which
+versions have run)."""
 NEWEST = (0, 32)
 KNOWN = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+KNOWN_HOSTS = f"{OLDEST_HOST[0]}.{OLDEST_HOST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
-def is_known(version: str) -> bool:
+def is_known(version: str, oldest: tuple[int, int] = OLDEST) -> bool:
     """Whether this release was written against a vLLM of this version; one that is no number is not known."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    return numbers is not None and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST
+    return numbers is not None and oldest <= (int(numbers[1]), int(numbers[2])) <= NEWEST
 
 
 def check_version(version: str) -> None:
