@@ -2,8 +2,9 @@
 
 Relies on vllm/v1/worker/gpu_worker.py: Worker.get_model and get_draft_model, which both model runners answer, because
 vLLM does not say which of a drafter's weights it has replaced by the policy's (it does so when they are equal), and on
-names in vllm/model_executor/models/qwen3_dflash.py, which derives tensors from weights. A worker method that names
-shared weights would let this go.
+names in vllm/model_executor/models/qwen3_dflash.py, which derives tensors from weights; on
+vllm/config/speculative.py: SpeculativeConfig.draft_model_config and target_model_config, which name one checkpoint
+where MTP heads are a part of the policy's. A worker method that names shared weights would let this go.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ def shared_with_policy(worker: Worker) -> set[str]:
 def is_learned(speculation: SpeculativeConfig | None) -> bool:
     """Whether a drafter with weights of its own may be at work."""
     return speculation is not None and speculation.method not in _MODEL_FREE
+
+
+def comes_with_policy(speculation: SpeculativeConfig | None) -> bool:
+    """Whether the drafter is the MTP heads of the policy's own checkpoint."""
+    if speculation is None or speculation.method != "mtp":
+        return False
+    return speculation.draft_model_config.model == speculation.target_model_config.model
 
 
 def own_weights(worker: Worker) -> dict[str, torch.Tensor]:
