@@ -36,17 +36,16 @@ def make_policy(path: Path, *, hidden_size: int = 64, seed: int = 0, vocabulary:
     return path
 
 
-def make_mtp_policy(path: Path, *, seed: int, right_heads: bool) -> Path:
-    """Write a random policy with MTP heads, which transformers reads as Qwen2 and vLLM as MiMo.
+def make_mtp_policy(path: Path, *, step: int, right_heads: bool) -> Path:
+    """Write a policy with MTP heads, which transformers reads as Qwen2 and vLLM as MiMo.
 
-    Its layers add nothing, so that the last token alone decides over the next one. Right heads copy that: what they
-    draft is what the policy says, as long as they have its embedding and output head. Other heads look at it through a
-    random matrix."""
+    Its embedding is random and its layers add nothing. After token i it likes i + `step` best. Right heads say the same
+    as long as they have its embedding and output head; other heads see the token through a random matrix."""
     import torch
     from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(step)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -65,6 +64,7 @@ def make_mtp_policy(path: Path, *, seed: int, right_heads: bool) -> Path:
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    model.lm_head.weight.data = 0.3 * model.model.embed_tokens.weight.data.roll(step, 0)
     model.save_pretrained(path)
     heads = dict(model.model.layers[0].state_dict())
     heads |= {f"{name}_layernorm.weight": torch.ones(64) for name in ("token", "hidden", "final")}
