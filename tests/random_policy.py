@@ -1,5 +1,7 @@
-"""A policy of random weights, small enough that an engine starts on it in seconds, and an untrained drafter for it."""
+"""A policy of random weights, small enough that an engine starts on it in seconds, and an untrained drafter for it; a
+policy with MTP heads."""
 
+import json
 from pathlib import Path
 
 END_TOKEN = 1
@@ -31,6 +33,48 @@ def make_policy(path: Path, *, hidden_size: int = 64, seed: int = 0, vocabulary:
     assert model.generation_config is not None
     model.generation_config.eos_token_id = END_TOKEN
     model.save_pretrained(path)
+    return path
+
+
+def make_mtp_policy(path: Path, *, step: int, right_heads: bool) -> Path:
+    """Write a policy with MTP heads, which transformers reads as Qwen2 and vLLM as MiMo.
+
+    Its embedding is random and its layers add nothing. After token i it likes i + `step` best. Right heads say the same
+    as long as they have its embedding and output head; other heads see the token through a random matrix."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(step)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        eos_token_id=END_TOKEN,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    model.lm_head.weight.data = 0.3 * model.model.embed_tokens.weight.data.roll(step, 0)
+    model.save_pretrained(path)
+    heads = dict(model.model.layers[0].state_dict())
+    heads |= {f"{name}_layernorm.weight": torch.ones(64) for name in ("token", "hidden", "final")}
+    # Reads the policy's hidden state and the embedding of the token that follows.
+    heads["input_proj.weight"] = torch.eye(64, 128).roll(64, 1) if right_heads else torch.randn(64, 128)
+    weights = dict(model.state_dict()) | {f"model.mtp_layers.0.{name}": weight for name, weight in heads.items()}
+    save_file({name: weight.clone() for name, weight in weights.items()}, path / "model.safetensors", {"format": "pt"})
+    written = json.loads((path / "config.json").read_text())
+    written |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(written))
     return path
 
 

@@ -232,6 +232,36 @@ def test_shared_weights_are_found_by_identity() -> None:
     assert shared_with_policy(worker) == {"embed_tokens"}
 
 
+def test_heads_use_the_policys_embedding_and_output_head() -> None:
+    """A push of the policy reaches them there, because vLLM puts the policy's modules into the heads' model."""
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu.spec_decode.eagle import utils
+
+    assert not mentions(
+        SpecDecodeBaseProposer,
+        "self.model.model.embed_tokens = target_embed_tokens",
+        "self.model.lm_head = target_language_model.lm_head",
+    )
+    assert not mentions(utils, "draft_inner.embed_tokens = target_embed", "eagle_model.lm_head = target_lm_head")
+    names = SpeculativeConfig.__dataclass_fields__
+    assert {"method", "draft_model_config", "target_model_config"} <= names.keys(), "drafter_model.comes_with_policy"
+
+
+def test_methods_of_one_draft_length_still_know_no_other() -> None:
+    """`speculation.why_whole` names them; it can let one go that takes other lengths."""
+    from vllm.v1.spec_decode import llm_base_proposer, medusa, ngram_proposer_gpu, suffix_decoding
+
+    assert not mentions(medusa, "assert num_speculative_tokens == self.num_speculative_tokens\n")
+    assert not mentions(suffix_decoding, "assert num_speculative_tokens == self.num_speculative_tokens\n")
+    assert not mentions(ngram_proposer_gpu, "assert num_speculative_tokens == self.k\n")
+    assert not mentions(
+        llm_base_proposer,
+        "batch_size * self.extra_slots_per_request",  # set once, by the longest draft
+        "draft_token_ids.view(-1, self.num_speculative_tokens)",  # set at every step
+    )
+
+
 def test_processes_have_the_names_that_processes_py_looks_for() -> None:
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor

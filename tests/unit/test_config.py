@@ -66,7 +66,7 @@ def test_kind_of_data_chooses_its_settings():
         (["speculation.max_draft_length=3"], r"^speculation\.drafter: is missing; must be set$"),
         (
             ["speculation.drafter.min_match=3"],
-            r"^speculation\.drafter\.kind: is missing; must be one of ngram, history, eagle3, dflash$",
+            r"^speculation\.drafter\.kind: is missing; must be one of ngram, history, eagle3, dflash, vllm$",
         ),
         (
             ["speculation.drafter.kind=ngram", "speculation.selector.kind=fixed"],

@@ -70,6 +70,7 @@ def _add_lossless(parts: Commands) -> None:
         epilog="examples:\n"
         "  paceline certify --drafter ngram --html certificate.html\n"
         "  paceline certify configs/arena.toml rollout.temperature=0.8 --drafter eagle3:path/to/drafter\n"
+        "  paceline certify --drafter vllm:draft_model:arena:tiny\n"
         "  paceline certify --plant residual     a fault on purpose: must be NOT LOSSLESS\n"
         "  paceline certify --without-shim       vLLM's CPU sampler as it comes: must be NOT LOSSLESS\n"
         "  paceline certify --runner v2          what GPUs run, without a GPU",
@@ -78,7 +79,8 @@ def _add_lossless(parts: Commands) -> None:
     add_subject(parser)
     add = parser.add_argument
     drafters = (
-        "ngram, history, eagle3[:PATH], dflash[:PATH] (without PATH: the arena's); replaces that of the config (ngram)"
+        "ngram, history, eagle3[:PATH], dflash[:PATH] (without PATH: the arena's), or vllm:METHOD[:MODEL]; replaces "
+        "that of the config (ngram)"
     )
     add("--drafter", metavar="KIND[:PATH]", help=drafters)
     add("--draft-length", type=int, metavar="K", help="hold the draft length at K; without a config, 3")
@@ -221,8 +223,11 @@ def _drafting(
     overrides: list[str] = []
     if drafter is not None or not has_speculation:
         kind, _, path = (drafter or default).partition(":")
-        path = path or ("arena" if kind in LEARNED else "")
-        overrides.append(f'speculation.drafter={{kind = "{kind}"' + (f', path = "{path}"' if path else "") + "}")
+        named = {"path": path or ("arena" if kind in LEARNED else "")}
+        if kind == "vllm":
+            named = dict(zip(("settings.method", "settings.model"), path.split(":", 1), strict=False))
+        overrides.append(f'speculation.drafter={{kind = "{kind}"}}')
+        overrides += [f'speculation.drafter.{key}="{value}"' for key, value in named.items() if value]
     if draft_length is None and not has_speculation:
         draft_length = 3
     if draft_length is not None:

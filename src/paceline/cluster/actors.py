@@ -190,6 +190,11 @@ class LearnerActor:
             num_threads=num_threads,
             device=device,
         )
+        if engine.weights == "fp8" and (untrained := min(self._learner.untrained, default=None)) is not None:
+            raise PacelineError(
+                f"rollout.engine.weights: got 'fp8' with {model_path}, whose {untrained} is no part of what is trained "
+                "(MTP heads?); must be 'full' because it is not known here what engines make of such tensors in FP8"
+            )
         self._wire_dtype = getattr(torch, engine.dtype)
         self._engine = engine
         self._sender = _open_sender(transport, device) if self._rank == 0 else None

@@ -31,6 +31,7 @@ from paceline.config.speculation import (
     SimpleSelector,
     SpeculationConfig,
     TableSelector,
+    VllmDrafter,
 )
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "SpeculationConfig",
     "TableSelector",
     "UserData",
+    "VllmDrafter",
     "fields_of",
     "load_config",
     "parse_overrides",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -71,7 +71,42 @@ class ParallelDrafter(LearnedDrafter):
     kind: Literal["dflash"] = "dflash"
 
 
-DrafterConfig = Annotated[NgramDrafter | HistoryDrafter | EagleDrafter | ParallelDrafter, Field(discriminator="kind")]
+class VllmDrafter(Section):
+    """Any other speculative method of vLLM: a draft model, the policy's own MTP heads, DSpark, P-EAGLE and so on."""
+
+    kind: Literal["vllm"] = "vllm"
+    settings: dict[str, Any]
+    """vLLM's `speculative_config`, handed on as it is: `method` (draft_model, mtp, eagle, dspark, ...), `model` (a
+    checkpoint directory, or a policy such as arena:tiny; MTP heads in the policy's own checkpoint need none) and what
+    else the method has, such as `draft_sample_method = "probabilistic"`."""
+
+    @model_validator(mode="after")
+    def _ours_or_theirs(self) -> Self:
+        key, method = "speculation.drafter.settings", self.settings.get("method")
+        if not method or not isinstance(method, str) or method in _NOT_THEIRS:
+            instead = _NOT_THEIRS.get(str(method), "one of vLLM's methods, such as draft_model or mtp")
+            raise ValueError(f"{key}.method: got {method!r}; must be {instead}")
+        for name, instead in _SET_BY_US.items():
+            if name in self.settings:
+                raise ValueError(f"{key}.{name}: got {self.settings[name]!r}; must be left out because {instead}")
+        return self
+
+
+_NOT_THEIRS = {
+    "ngram": 'another: drafter.kind = "ngram" drafts by n-grams',
+    "ngram_gpu": 'another: drafter.kind = "ngram" drafts by n-grams',
+    "custom_class": 'another: drafter.kind = "history" is the model-free drafter that learns from rollouts',
+    "extract_hidden_states": "another because it drafts nothing",
+}
+_SET_BY_US = {
+    "num_speculative_tokens": "speculation.max_draft_length says it",
+    "num_speculative_tokens_per_batch_size": "speculation.selector chooses the draft length",
+    "enable_adaptive_verification": "speculation.selector chooses the draft length",
+}
+
+DrafterConfig = Annotated[
+    NgramDrafter | HistoryDrafter | EagleDrafter | ParallelDrafter | VllmDrafter, Field(discriminator="kind")
+]
 
 
 class MeasuredSelector(Section):
@@ -140,6 +175,6 @@ class SpeculationConfig(Section):
         if self.training.mode != "off" and not isinstance(self.drafter, LearnedDrafter):
             raise ValueError(
                 f"speculation.training.mode: got {self.training.mode!r} with drafter.kind {self.drafter.kind!r}; "
-                "must be off because only learned drafters (eagle3, dflash) have weights to train"
+                "must be off because only drafters of kind eagle3 and dflash are trained"
             )
         return self

@@ -170,7 +170,7 @@ async def _broadcast(setup: Setup, sender: DistributedSender, workers: int) -> C
 def drafter_push(setup: Setup) -> CheckOutcome:
     """A push of the drafter arrives, as drafter training makes them."""
     if setup.kind not in LEARNED:
-        return skipped(f"a drafter of kind {setup.kind} has no weights")
+        return skipped(f"a drafter of kind {setup.kind} is not trained")
     if setup.kind == "dflash" and on_cpu():
         return skipped("vLLM's CPU backend cannot take new weights of a DFlash drafter")
     path = setup.drafter(setup.kind)

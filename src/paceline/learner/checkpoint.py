@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,12 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from paceline.files import atomic_directory, write_checksums
+from paceline.weights.check import checkpoint_files
 
 
 def load_policy(path: Path) -> tuple[PreTrainedModel, frozenset[str]]:
     """Load the policy in float32, and the names of the tensors in its checkpoint. Refuse what would be learnt or sent
     wrongly."""
-    files = sorted(path.glob("*.safetensors"))
+    files = checkpoint_files(path)
     if not files:
         raise ValueError(
             f"model_path: got {path}; must be a directory with safetensors because other formats can run code"
@@ -52,6 +54,15 @@ def load_policy(path: Path) -> tuple[PreTrainedModel, frozenset[str]]:
             "(no soft-capping or scaling)"
         )
     return policy, frozenset(names)
+
+
+def read_tensors(path: Path, names: frozenset[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield these tensors of a checkpoint as they are on disk, but for the precision of floats."""
+    for file in checkpoint_files(path) if names else ():
+        with safe_open(file, "pt") as tensors:
+            for name in sorted(names.intersection(tensors.keys())):
+                tensor = tensors.get_tensor(name)
+                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def output_head(policy: PreTrainedModel) -> nn.Module:

@@ -36,7 +36,7 @@ from paceline.config import CalibrationConfig, CorrectionConfig, LearnerConfig, 
 from paceline.fp8 import KvScales
 from paceline.learner.batch import PaddedBatch, make_batch, plan_passes
 from paceline.learner.calibration import Calibration, calibration_metrics, choose, has_qk_norm, scales_of
-from paceline.learner.checkpoint import full_weight, load_policy, output_head, write_checkpoint
+from paceline.learner.checkpoint import full_weight, load_policy, output_head, read_tensors, write_checkpoint
 from paceline.learner.correction import correct, same_for_the_loss
 from paceline.learner.objective import LossSums, loss_normaliser, policy_loss
 from paceline.learner.rank import join_ranks, prepare_device, shard_policy
@@ -90,6 +90,8 @@ class FsdpLearner:
         """Scales for an FP8 KV cache; None before the first `calibrate`."""
         self._device = prepare_device(rank, seed, num_threads, device)
         policy, self._names = load_policy(self._path)
+        self.untrained = self._names - policy.state_dict().keys()
+        """Tensors of the checkpoint that transformers leaves out, such as MTP heads. Engines get them as they are."""
         join_ranks(config, rank, self._device, store or HashStore())
         self._scorer = TokenScorer(policy, temperature)
         self._layers = shard_policy(self._scorer, config, self._device)
@@ -239,11 +241,13 @@ class FsdpLearner:
         }
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield full tensors under their checkpoint names, one at a time. Each is a copy, so a later update does not
-        change it. Gathering is collective: every rank must take every tensor."""
+        """Yield full tensors under their checkpoint names, one at a time; on rank 0 the untrained ones too. Each is a
+        copy, so a later update does not change it. Gathering is collective: every rank must take every tensor."""
         for name, shard in self._sharded():
             copied = shard.to(dtype, copy=True)
             yield name, copied.full_tensor() if isinstance(copied, DTensor) else copied
+        if self._rank == 0:
+            yield from read_tensors(self._path, self.untrained, dtype)
 
     def embedding_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the embedding and the output head in float32; a tied head is the embedding. Collective, as `weights`."""

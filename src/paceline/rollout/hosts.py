@@ -23,6 +23,7 @@ from paceline.config import (
     LearnedDrafter,
     NgramDrafter,
     SpeculationConfig,
+    VllmDrafter,
     load_config,
 )
 from paceline.rollout.speculation import (
@@ -32,6 +33,7 @@ from paceline.rollout.speculation import (
     scheduler_settings,
     speculative_config,
     why_fixed,
+    why_whole,
 )
 from paceline.selector.select import build_selector
 
@@ -144,7 +146,7 @@ def _beside_speculation(given: Mapping[str, Any], speculation: SpeculationConfig
     if host.get("enable_adaptive_verification"):
         reasons.append("vLLM's adaptive verification stays on and trims what is drafted")
     settings = {"selector": speculation.selector.model_dump(mode="json")}
-    return _filling(given, {}, settings, [*reasons, _chooser(speculation, _why_fixed(given))])
+    return _filling(given, {}, settings, [*reasons, _chooser(speculation, _why_fixed(given) or why_whole(host))])
 
 
 def _with_speculation(
@@ -156,13 +158,14 @@ def _with_speculation(
     plan = graph_plan(speculation, engine) if on_gpu and not given.get("enforce_eager") else None
     vllm = speculative_config(speculation, engine, plan)
     arguments: dict[str, Any] = {"speculative_config": vllm}
-    reasons = [f"drafter {drafter.kind}, up to {longest} tokens", _chooser(speculation, fixed)]
+    chooser = _chooser(speculation, fixed or why_whole(vllm))
+    reasons = [f"drafter {drafter.kind}, up to {longest} tokens", chooser]
     if fixed:
-        del vllm["num_speculative_tokens_per_batch_size"]  # names lengths for graphs; vLLM would draft by it
+        vllm.pop("num_speculative_tokens_per_batch_size", None)  # names lengths for graphs; vLLM would draft by it
     elif plan is not None and not any(name in given for name in _GRAPHS):
         arguments["cudagraph_capture_sizes"] = plan.capture_sizes
-    if isinstance(drafter, LearnedDrafter) and given.get("load_format") == "dummy":
-        vllm["draft_load_config"] = {"load_format": "auto"}
+    if isinstance(drafter, LearnedDrafter | VllmDrafter) and given.get("load_format") == "dummy":
+        vllm.setdefault("draft_load_config", {"load_format": "auto"})
         reasons.append("the drafter's weights come from its checkpoint, though the policy's are dummies")
     if speculation.training.mode != "off":
         reasons.append("speculation.training has no effect in other hosts")

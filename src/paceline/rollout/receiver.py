@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from paceline.rollout.internals.drafter_model import shared_with_policy
+from paceline.rollout.internals.drafter_model import comes_with_policy, shared_with_policy
 from paceline.rollout.internals.fp8_layers import codes_in_order, held_scale, quantised_layers
 from paceline.rollout.internals.kv_scales import held_kv_scales, scaled_attention, set_kv_scales
 from paceline.rollout.internals.reload import finish_loading, load_weights, reload_problem
@@ -66,7 +66,10 @@ class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         self._shared_memory = ShmReceiver()
         self._distributed = DistributedReceiver(self.device)
         self._expected: dict[str, Mapping[str, TensorSpec]] = {}
-        self._loading: tuple[Push, float, float] | None = None
+        self._loading: tuple[Push, list[tuple[str, torch.Tensor]], float, float] | None = None
+        self.heads: tuple[torch.nn.Module, Any] | None = None
+        """MTP heads that are a part of the policy's checkpoint, and their config: every push of the policy brings
+        them."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self._distributed.join(GroupAddress(**init_info.address), init_info.first_rank + self.parallel_config.rank)
@@ -91,14 +94,18 @@ class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
                 num_kv_scales=len(scaled_attention(self.model)),
             )
         weights = check_push(push, self._inventory(), update_info.memory)
-        self._loading = (push, started_s, time.monotonic())
+        self._loading = (push, weights, started_s, time.monotonic())
         self.weights_unknown = True
         load_weights(self.model, weights)
 
     def finish_weight_update(self) -> None:
         assert self._loading is not None, "receive_weights comes first"
-        push, started_s, verified_s = self._loading
+        push, weights, started_s, verified_s = self._loading
         finish_loading(self.model, self.model_config)
+        if self.heads is not None:
+            # vLLM has them use the policy's embedding and output head, which are new by now; the rest is their own.
+            load_weights(self.heads[0], weights)
+            finish_loading(*self.heads)
         held = {entry.name: entry.fingerprint for entry in push.entries}  # as found here: `check_push` raises otherwise
         if push.kv_scales is not None:
             set_kv_scales(self.model, push.kv_scales)
@@ -110,6 +117,8 @@ class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
             verify_s=verified_s - started_s,
             load_s=time.monotonic() - verified_s,
         )
+        if self.heads is not None:
+            self.applied["drafter"] = self.applied["policy"]
         self._loading = None
         self.weights_unknown = False
 
@@ -134,6 +143,7 @@ def receive_push(worker: Worker, push: Push) -> PushReport:
             _refuse_drafter(worker, push)
             worker.start_draft_weight_update()
         else:
+            receiver.heads = _heads(worker)
             worker.start_weight_update()
         worker.update_weights({"push": push, "memory": memory})
     except PushRefusedError as error:
@@ -165,9 +175,18 @@ def _receiver(worker: Worker) -> PushReceiver:
     return receiver
 
 
+def _heads(worker: Worker) -> tuple[torch.nn.Module, Any] | None:
+    speculation, model = worker.speculative_config, worker.get_draft_model()
+    if speculation is None or model is None or not comes_with_policy(speculation):
+        return None
+    return model, speculation.draft_model_config
+
+
 def _refuse_drafter(worker: Worker, push: Push) -> None:
     if not worker.supports_draft_weight_updates():
         raise PushRefusedError("drafter: this engine runs without one")
+    if comes_with_policy(worker.speculative_config):
+        raise PushRefusedError("drafter: it is a part of the policy's checkpoint, and comes with the policy's pushes")
     speculation = worker.speculative_config
     if (problem := reload_problem(None if speculation is None else speculation.method)) is not None:
         raise PushRefusedError(f"drafter: {problem}")

@@ -14,9 +14,10 @@ One step, as the scheduler sees it:
 so the time of a step is that of verifying the drafts of the choice before, and of drafting for the present one. Nothing
 here waits for the device: times are taken where vLLM hands over results anyway. A selector that fails costs speed,
 never a token: the engine goes on without drafts and counts the failure. Where ranks must draft alike
-(`speculation.why_fixed`) nothing is chosen: the draft length is vLLM's, which is `num_speculative_tokens` or the host's
-own table. `counters`, `take_timeline` and `set_draft_limit` are called by the engine's owner, through
-`internals/scheduler_door.py`; what of vLLM's Scheduler is relied upon is said in `internals/scheduler.py`.
+(`speculation.why_fixed`) or vLLM knows one length only (`why_whole`) nothing is chosen: the draft length is vLLM's,
+which is `num_speculative_tokens` or the host's own table. `counters`, `take_timeline` and `set_draft_limit` are called
+by the engine's owner, through `internals/scheduler_door.py`; what of vLLM's Scheduler is relied upon is said in
+`internals/scheduler.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from paceline.config import DrafterConfig, MeasuredSelector, Section, SelectorCo
 from paceline.rollout.counters import AcceptanceAlarm, DraftCounters, Recent, Timeline
 from paceline.rollout.internals import drafter_survival, scheduler_door, stats_passenger
 from paceline.rollout.internals import scheduler as internals
-from paceline.rollout.internals.drafter_model import is_learned
-from paceline.rollout.speculation import own_settings, why_fixed
+from paceline.rollout.internals.drafter_model import comes_with_policy, is_learned
+from paceline.rollout.speculation import own_settings, why_fixed, why_whole
 from paceline.selector.cost import Step
 from paceline.selector.select import Selector, build_selector
 
@@ -97,15 +98,17 @@ class AdaptiveScheduler(Scheduler):
             executor_backend=parallel.distributed_executor_backend,
             world_size=parallel.world_size,
         )
+        if (speculation := self.vllm_config.speculative_config) is not None and self.fixed_because is None:
+            self.fixed_because = why_whole(vars(speculation))
         self._num_failures = 0
         self._num_trace_failures = 0
         self._draft_limit: int | None = None
         self._drafts = DraftCounters(self.num_spec_tokens)
         self.survival: drafter_survival.DrafterSurvival | None = None
         """Looks after a learned drafter; EngineCore tells it what is done to weights."""
-        if is_learned(self.vllm_config.speculative_config):
+        if is_learned(speculation):
             drafter_survival.install()
-            self.survival = drafter_survival.DrafterSurvival()
+            self.survival = drafter_survival.DrafterSurvival(comes_with_policy=comes_with_policy(speculation))
         self._alarm = AcceptanceAlarm()
         self._recent = Recent()
         self._told_s = 0.0

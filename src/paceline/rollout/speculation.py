@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from paceline.config import (
     ParallelDrafter,
     SpeculationConfig,
     TableSelector,
+    VllmDrafter,
 )
 from paceline.selector.graphs import CapturePlan, GraphMemory, length_table, plan_capture
 
@@ -102,14 +104,44 @@ def speculative_config(
         ):
             quantised = {"quantization": FP8_WEIGHTS} if config.drafter.weights == "fp8" else {}
             return settings | {"method": method, "model": path, "draft_sample_method": how} | quantised
+        case VllmDrafter(settings=theirs):
+            if why_whole(theirs):
+                del settings["num_speculative_tokens_per_batch_size"]  # by which vLLM would draft
+            return settings | theirs
 
 
 def check_drafter(config: SpeculationConfig, model_path: Path, engine: EngineConfig) -> None:
     """Refuse a learned drafter that does not fit the policy, before an engine is started for it."""
-    if isinstance(config.drafter, EagleDrafter | ParallelDrafter):
-        from paceline.drafters.checkpoint import preflight
+    match config.drafter:
+        case EagleDrafter(kind=kind, path=path) | ParallelDrafter(kind=kind, path=path):
+            from paceline.drafters.checkpoint import preflight
 
-        preflight(Path(config.drafter.path), model_path, kind=config.drafter.kind, max_model_len=engine.max_model_len)
+            preflight(Path(path), model_path, kind=kind, max_model_len=engine.max_model_len)
+        case VllmDrafter(settings={"model": model}) if not Path(str(model), "config.json").is_file():
+            raise ValueError(
+                f"speculation.drafter.settings.model: got {model!r}; must be a directory with a Hugging Face "
+                "checkpoint because engines download nothing"
+            )
+        case VllmDrafter(settings={"method": "mtp", **rest}) if "model" not in rest:
+            if not re.search(r"mtp|nextn", (model_path / "config.json").read_text(encoding="utf-8")):
+                raise ValueError(
+                    f"speculation.drafter.settings.method: got 'mtp' with {model_path}, whose config.json names no MTP "
+                    "heads; must be another method, or settings.model the checkpoint of the heads"
+                )
+
+
+def why_whole(speculative: Mapping[str, Any]) -> str | None:
+    """Why vLLM cannot shorten what is drafted by its `speculative_config`, or None if it can.
+
+    Its V1 runner has asserts that no other length is asked for, and cuts the rows of parallel drafts by the length that
+    is asked for though they have the full one: the engine would die at the first step. V2 has none of these methods.
+    """
+    method = speculative.get("method")
+    if method in ("medusa", "suffix", "ngram_gpu"):
+        return f"{method} drafts are of one length in vLLM"
+    if speculative.get("parallel_drafting") and method not in ("dflash", "dspark"):
+        return "drafts that are made in one pass (P-EAGLE, PARD) are of one length in vLLM"
+    return None
 
 
 def why_fixed(*, data_parallel_size: int, executor_backend: object, world_size: int) -> str | None:

@@ -19,7 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from paceline.config import Config, EagleDrafter, LearnedDrafter, MeasuredSelector, ParallelDrafter, load_config
+from paceline.config import (
+    Config,
+    EagleDrafter,
+    LearnedDrafter,
+    MeasuredSelector,
+    ParallelDrafter,
+    VllmDrafter,
+    load_config,
+)
 from paceline.console import ConsoleSink
 from paceline.context import Context, RunInterruptedError
 from paceline.drafters.provenance import Provenance
@@ -31,7 +39,7 @@ from paceline.orchestrator.recovery import HARMLESS, Recovery, drop_records
 from paceline.orchestrator.rewards import open_scorer
 from paceline.orchestrator.task import Task
 from paceline.selector.cost_file import Conditions, require_same
-from paceline.sessions.workloads import make_task, resolve_drafter, resolve_policy
+from paceline.sessions.workloads import make_task, resolve_drafter, resolve_policy, split
 from paceline.sinks import open_sinks
 from paceline.types import Tokenizer
 
@@ -177,13 +185,17 @@ def check_costs(config: Config, model_path: Path) -> None:
 
 
 def with_drafter(config: Config, context: Context) -> Config:
-    """Return the config with the path of its drafter; a workload's drafter is made first when it is missing."""
+    """Return the config with the path of its drafter; a workload's drafter or draft model is made first when it is
+    missing."""
     speculation = config.speculation
-    if speculation is None or not isinstance(speculation.drafter, EagleDrafter | ParallelDrafter):
-        return config
-    drafter = speculation.drafter
-    path = resolve_drafter(drafter.path, config.policy.model, context, kind=drafter.kind)
-    drafter = drafter.model_copy(update={"path": str(path)})
+    match None if speculation is None else speculation.drafter:
+        case (EagleDrafter() | ParallelDrafter()) as drafter:
+            path = resolve_drafter(drafter.path, config.policy.model, context, kind=drafter.kind)
+            drafter = drafter.model_copy(update={"path": str(path)})
+        case VllmDrafter(settings={"model": str(model), **rest}) as drafter if split(model) is not None:
+            drafter = drafter.model_copy(update={"settings": {**rest, "model": str(resolve_policy(model, context))}})
+        case _:
+            return config
     return config.model_copy(update={"speculation": speculation.model_copy(update={"drafter": drafter})})
 
 

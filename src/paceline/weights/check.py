@@ -38,15 +38,19 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
-def inventory(checkpoint: str | Path) -> dict[str, TensorSpec]:
-    """The tensors of a checkpoint. safetensors maps its files, so that nothing but headers is read."""
-    directory = Path(checkpoint)
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         # Some repositories hold the same weights twice under other file names; the index says which files count.
-        files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
+        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(directory.glob("*.safetensors"))
+
+
+def inventory(checkpoint: str | Path) -> dict[str, TensorSpec]:
+    """The tensors of a checkpoint. safetensors maps its files, so that nothing but headers is read."""
+    directory = Path(checkpoint)
+    files = checkpoint_files(directory)
     if not files:
         raise ValueError(
             f"model: got {directory}; must be a local directory with safetensors files because pushes are checked "

@@ -2,9 +2,11 @@
 
 Relies on vllm/v1/worker/gpu_worker.py: Worker.get_model and get_draft_model, which both model runners answer, because
 vLLM does not say which of a drafter's weights it has replaced by the policy's (it does so when they are equal), and on
-names in vllm/model_executor/models/qwen3_dflash.py, which derives tensors from weights. A worker method that names
-shared weights would let this go. Before vLLM 0.26 the worker has no get_draft_model, and before 0.30 the V2 runner does
-not read `draft_load_config` (vllm/v1/worker/gpu/spec_decode/eagle/utils.py).
+names in vllm/model_executor/models/qwen3_dflash.py, which derives tensors from weights; on
+vllm/config/speculative.py: SpeculativeConfig.draft_model_config and target_model_config, which name one checkpoint
+where MTP heads are a part of the policy's. A worker method that names shared weights would let this go. Before vLLM
+0.26 the worker has no get_draft_model, and before 0.30 the V2 runner does not read `draft_load_config`
+(vllm/v1/worker/gpu/spec_decode/eagle/utils.py).
 """
 
 from __future__ import annotations
@@ -45,6 +47,13 @@ def loads_apart() -> bool:
     from vllm.platforms import current_platform
 
     return is_known(vllm.__version__) or current_platform.is_cpu() or envs.VLLM_USE_V2_MODEL_RUNNER is False
+
+
+def comes_with_policy(speculation: SpeculativeConfig | None) -> bool:
+    """Whether the drafter is the MTP heads of the policy's own checkpoint."""
+    if speculation is None or speculation.method != "mtp":
+        return False
+    return speculation.draft_model_config.model == speculation.target_model_config.model
 
 
 def own_weights(worker: Worker) -> dict[str, torch.Tensor]:

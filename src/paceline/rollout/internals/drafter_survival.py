@@ -6,7 +6,8 @@
 
 Level 2 drops the weights of the drafter with the policy's; hosts send the policy anew, and nobody the drafter
 (vLLM issue 52479: outputs stay right, drafts are never accepted again). A drafter that changes between two of these
-calls was changed on purpose: it is kept as it is then, and updates of the drafter are not undone.
+calls was changed on purpose: it is kept as it is then, and updates of the drafter are not undone. A push of ours to a
+policy with MTP heads of its own brings these heads too, and is such an update.
 
 EngineCore is where every host's calls come through, whatever its worker extension is. Its three methods are wrapped
 when our scheduler is built in its process, and pass everything on for other schedulers and drafters without weights.
@@ -56,7 +57,9 @@ _MEANINGS: dict[str, Meaning] = {
 class DrafterSurvival:
     """What happened to the drafter of one engine; told of every call before and after it is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, comes_with_policy: bool = False) -> None:
+        """`comes_with_policy` says of a drafter that the policy's pushes bring it along."""
+        self._comes_with_policy = comes_with_policy
         self.num_restored = self.num_failures = 0
         self.version = 0
         """The version last pushed, or the number of updates where these have no versions; 0 is the checkpoint."""
@@ -69,7 +72,7 @@ class DrafterSurvival:
                 if meaning == "deep sleep":
                     self._keep(rpc)
                 self._asleep = True
-            case "reload" | "begin" | "push":
+            case "reload" | "begin" | "push" if not (meaning == "push" and self._comes_with_policy):
                 self._keep(rpc)
             case "begin drafter" | "push drafter":
                 self._kept, self._session = False, meaning == "begin drafter"
