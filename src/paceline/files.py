@@ -30,6 +30,7 @@ import re
 import secrets
 import shutil
 import stat
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from paceline.types import PacelineError
 
 CHECKSUM_FILE = "SHA256SUMS"
 _PARTIAL = ".partial"
+_OWNER = ".owner"
 _SEAL = re.compile(rb"xxh3:[0-9a-f]{32}")
 _SEAL_WITHIN = 2**16
 SEAL = "xxh3:" + 32 * "0"
@@ -293,6 +295,28 @@ def remove_orphaned(path: Path) -> bool:
 def sweep_segments() -> list[str]:
     """Remove what a killed process has left in shared memory, which nobody else would; returns the names."""
     return [path.name for path in SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*") if remove_orphaned(path)]
+
+
+class OwnedDirectory:
+    """A directory in `root` that goes with its process: by `close`, at the process's end, or, after a kill, when the
+    next one is made in the same root."""
+
+    def __init__(self, root: Path) -> None:
+        private_directory(root)
+        for owner in root.glob(f"*{_OWNER}"):
+            if remove_orphaned(owner):
+                shutil.rmtree(owner.with_suffix(""), ignore_errors=True)
+        self.path = root / secrets.token_hex(8)
+        self._descriptor = create_owned(self.path.with_suffix(_OWNER))
+        self.path.mkdir(mode=0o700)
+        self.close = weakref.finalize(self, _remove_owned, self.path, self._descriptor, os.getpid())
+
+
+def _remove_owned(path: Path, descriptor: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # a forked child inherits this call
+        shutil.rmtree(path, ignore_errors=True)
+        path.with_suffix(_OWNER).unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[tuple[int, Any]]:

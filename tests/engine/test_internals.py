@@ -15,6 +15,7 @@ from paceline.rollout.arguments import engine_args
 from paceline.rollout.internals import (
     drafter_survival,
     engine_arguments,
+    engine_core,
     registry,
     request_ids,
     scheduler_door,
@@ -221,13 +222,28 @@ def test_engine_core_passes_on_what_is_done_to_weights() -> None:
         assert method == "reload_weights" or f'"{method}"' in inspect.getsource(AsyncLLM), method
     assert parameters(Worker.sleep) == ["self", "level"] and parameters(Worker.wake_up) == ["self", "tags"]
     assert callable(Worker.get_draft_model) and callable(Worker.get_model)
-    stock = {name: getattr(EngineCore, name) for name in drafter_survival._WATCHED}
+    stock = {name: getattr(EngineCore, name) for name in engine_core.WATCHED}
     try:
         for _ in range(2):
-            drafter_survival.install()
+            engine_core.install()
         assert getattr(EngineCore.sleep, "__wrapped__") is stock["sleep"], "wrapped twice"  # noqa: B009
         bound = EngineCore.collective_rpc.__get__(object())
         assert EngineCoreProc._convert_msgspec_args(bound, ("reload_weights", None, (), None))[0] == "reload_weights"
     finally:
         for name, method in stock.items():
             setattr(EngineCore, name, method)
+
+
+def test_servers_pass_names_and_arguments_of_a_call_on() -> None:
+    """`POST /collective_rpc` is the way to an engine of another process."""
+    from vllm import LLM
+    from vllm.entrypoints.serve.dev.rpc import api_router
+    from vllm.v1.serial_utils import run_method
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    source = inspect.getsource(api_router.collective_rpc)
+    assert 'body.get("method")' in source and "args=tuple(args), kwargs=kwargs" in source
+    assert "isinstance(result, dict | list)" in source, "an answer that is a dict would come as text"
+    assert parameters(LLM.collective_rpc) == ["self", "method", "timeout", "args", "kwargs"]
+    assert "self.worker" in inspect.getsource(WorkerWrapperBase), "calls.py: the worker is elsewhere"
+    assert run_method("worker", lambda worker, number: (worker, number), (3,), {}) == ("worker", 3)

@@ -29,7 +29,9 @@ def test_canaries_can_fail() -> None:
     assert mentions(mentions, "inspect.getsource", "no such" + " text") == ["no such text"]
 
 
-def test_backend_is_driven_through_the_lifecycle_that_receive_push_uses() -> None:
+def test_backend_can_be_made_and_aimed_without_the_worker() -> None:
+    """transfer_engine.py: a host's backend is another, and ours stands beside it."""
+    from vllm.config import set_current_vllm_config
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -37,13 +39,14 @@ def test_backend_is_driven_through_the_lifecycle_that_receive_push_uses() -> Non
 
     assert PushReceiver.__abstractmethods__ == frozenset(), "receiver.py: the base class has new abstract methods"
     assert parameters(WeightTransferEngine.__init__)[1:] == ["config", "vllm_config", "device", "model"]
-    for name in ("start_weight_update", "start_draft_weight_update", "finish_weight_update"):
-        assert parameters(getattr(Worker, name)) == ["self"], f"receiver.py: {name} takes other arguments"
-    assert parameters(Worker.update_weights) == ["self", "update_info"]
+    assert parameters(WeightTransferEngine.set_weight_update_target) == ["self", "model", "model_config"]
+    assert parameters(WeightTransferEngine.reset_weight_update_target) == ["self"]
+    assert parameters(WeightTransferEngine.update_weights) == ["self", "update_info"]
+    assert parameters(set_current_vllm_config)[0] == "vllm_config"
     assert parameters(Worker.init_weight_transfer_engine) == ["self", "init_info"]
-    assert callable(Worker.supports_draft_weight_updates)
-    # A refusal must close the session: otherwise the next start would fail.
-    assert not mentions(Worker.update_weights, "_weight_update_active = False", "reset_weight_update_target()", "raise")
+    # What the worker does for its own engine, and `aimed` for ours.
+    assert not mentions(Worker.update_weights, "set_current_vllm_config(self.vllm_config)", "update_weights(")
+    assert not mentions(Worker._set_draft_weight_update_target, "speculative_config.draft_model_config")
 
 
 def test_backend_gets_objects_and_not_copies() -> None:

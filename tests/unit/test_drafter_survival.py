@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.rollout.internals import drafter_survival
+from paceline.rollout import calls
+from paceline.rollout.internals import engine_core
 from paceline.rollout.internals.drafter_model import own_weights
 from paceline.rollout.internals.drafter_survival import DrafterSurvival, meaning_of
+from paceline.rollout.scheduler import AdaptiveScheduler
 
 
 class GpuWorker:
@@ -73,11 +75,25 @@ class GpuWorker:
         return [self.layer.weight.flatten().tolist(), self.fused.flatten().tolist()]
 
 
+class OurScheduler:
+    """What EngineCore asks of our scheduler."""
+
+    def __init__(self) -> None:
+        self.survival: DrafterSurvival | None = DrafterSurvival()
+
+    worker_call: Any = AdaptiveScheduler.worker_call
+    engine_call: Any = AdaptiveScheduler.engine_call
+    _totals: Any = AdaptiveScheduler._totals
+
+    def counters(self) -> dict[str, float]:
+        return {"selector/verifications": 7.0}
+
+
 class Core:
     """vLLM's EngineCore as far as calls go through it."""
 
     def __init__(self, worker: GpuWorker) -> None:
-        self.scheduler = SimpleNamespace(survival=DrafterSurvival())
+        self.scheduler: Any = OurScheduler()
         self.model_executor: Any = self
         self._worker = SimpleNamespace(worker=worker, weight_transfer_engine=worker.weight_transfer_engine)
         self.broken = False
@@ -88,7 +104,9 @@ class Core:
         if callable(method):
             if self.broken:
                 raise RuntimeError("planted")
-            return [method(self._worker, *args)]
+            return [method(self._worker, *args, **(kwargs or {}))]
+        if not hasattr(self._worker.worker, method):
+            raise NotImplementedError(f"Method {method!r} is not implemented.")
         return [getattr(self._worker.worker, method)(*args, **(kwargs or {}))]
 
 
@@ -103,8 +121,8 @@ class WatchedCore(Core):
         return True
 
 
-for _name in drafter_survival._WATCHED:
-    setattr(WatchedCore, _name, drafter_survival._watched(_name, getattr(WatchedCore, _name)))
+for _name in engine_core.WATCHED:
+    setattr(WatchedCore, _name, engine_core.watched(_name, getattr(WatchedCore, _name)))
 
 
 @pytest.fixture
@@ -238,3 +256,65 @@ def test_meaning_of_calls() -> None:
     assert meaning_of("wake_up", (), {"tags": None}) == meaning_of("wake_up", (["weights"],), None) == "wake"
     assert meaning_of("wake_up", (["kv_cache"],), None) is None
     assert meaning_of("execute_model", (object(),), {}) is None and meaning_of(print, (), None) is None
+
+
+@pytest.fixture
+def pushed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Pushes that have reached a worker; the real receiver is shown on a real engine (tests/engine/test_calls.py)."""
+    found: list[Any] = []
+
+    def push(worker: Any, message: Any) -> dict[str, Any]:
+        found.append(message)
+        worker_of_wrapper: GpuWorker = worker.worker
+        worker_of_wrapper.train_drafter()
+        worker_of_wrapper._paceline_receiver = SimpleNamespace(  # type: ignore[attr-defined]
+            applied={"drafter": SimpleNamespace(version=message["version"])}
+        )
+        return {"version": message["version"]}
+
+    monkeypatch.setattr(calls, "AWAKE", {**calls.AWAKE, calls.PUSH: push})
+    return found
+
+
+DRAFTER_PUSH = {"target": "drafter", "version": 3}
+
+
+def test_call_of_ours_reaches_workers_that_have_no_such_method(core: Any, pushed: list[Any]) -> None:
+    """Hosts have a worker extension of their own, so a method by that name cannot be there."""
+    survival, worker = core.scheduler.survival, worker_of(core)
+    for arguments in ({"args": (DRAFTER_PUSH,)}, {"kwargs": {"message": DRAFTER_PUSH}}):
+        assert core.collective_rpc(calls.PUSH, **arguments) == [{"version": 3}]
+        assert survival.version == 3
+    trained, worker.wipes = worker.bits(), True
+    core.collective_rpc("reload_weights")
+    assert worker.bits() == trained and counts(core) == (1, 0), "a push is not undone, and survives"
+    assert pushed == [DRAFTER_PUSH] * 2
+
+
+def test_push_to_an_engine_asleep_is_refused_and_loses_no_drafter(core: Any, pushed: list[Any]) -> None:
+    """On a GPU it would write to memory that was given back, and end the host's engine."""
+    worker = worker_of(core)
+    before = worker.bits()
+    core.sleep(2)
+    (answer,) = core.collective_rpc(calls.PUSH, args=[DRAFTER_PUSH])
+    assert "asleep" in answer["refused"] and pushed == []
+    core.wake_up()
+    assert worker.bits() == before
+    assert core.collective_rpc(calls.PUSH, args=[DRAFTER_PUSH]) == [{"version": 3}]
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_counters_are_answered_without_the_workers(core: Any, learned: bool) -> None:
+    core.broken = True
+    if not learned:
+        core.scheduler.survival = None
+    assert core.collective_rpc(calls.COUNTERS) == [{"selector/verifications": 7.0, "draft/version": 0.0}]
+
+
+def test_calls_before_there_is_a_scheduler_go_through(core: Any) -> None:
+    """EngineCore calls its workers while it is built; the second engine of a process finds its methods wrapped."""
+    del core.scheduler
+    core.collective_rpc("reload_weights")
+    core.scheduler = SimpleNamespace()
+    with pytest.raises(NotImplementedError, match=calls.PUSH):
+        core.collective_rpc(calls.PUSH, args=[DRAFTER_PUSH])

@@ -14,6 +14,7 @@ from paceline.cli import main
 from paceline.files import (
     SEAL,
     ChecksumError,
+    OwnedDirectory,
     atomic_directory,
     atomic_file,
     copy_verified,
@@ -270,3 +271,16 @@ def test_line_that_no_reader_could_take_is_named(tmp_path: Path, line: bytes, sa
     with pytest.raises(ValueError, match=rf"^.*prompts\.jsonl, line 2: .*{says}") as raised:
         list(read_jsonl(file))
     assert type(raised.value) is ValueError
+
+
+def test_directory_of_a_killed_process_goes_when_the_next_is_made(tmp_path: Path) -> None:
+    """Rollouts with hidden states would fill shared memory for ever. One whose owner lives is left alone."""
+    text = "import os, sys; from pathlib import Path; from paceline.files import OwnedDirectory as O; "
+    text += "own = O(Path(sys.argv[1])); (own.path / 'rollout').write_text('x'); os._exit(1)"  # as after a kill: nothing runs
+    subprocess.run([sys.executable, "-c", text, str(tmp_path)], check=False)
+    (left,) = tmp_path.glob("*/rollout")
+    first, second = OwnedDirectory(tmp_path), OwnedDirectory(tmp_path)
+    assert not left.parent.exists() and first.path.is_dir()
+    for directory in (first, second):
+        directory.close()
+    assert list(tmp_path.iterdir()) == []

@@ -96,12 +96,17 @@ def save(
 
     `tokenizer` is the policy's tokenizer.json, which lets `preflight` recognise another policy with an equally large
     vocabulary. `notes` writes further files (provenance.py) into the directory before its checksums are taken."""
-    weights = {
-        name: w.detach().cpu().contiguous()
-        for name, w in drafter.state_dict().items()
+    write_checkpoint(directory, _config_text(drafter), weights_of(drafter), tokenizer, notes)
+
+
+def weights_of(drafter: Drafter) -> dict[str, torch.Tensor]:
+    """The tensors of its checkpoint, under the names that they have there; on the CPU, and no copies if they are there
+    already."""
+    return {
+        name: weight.detach().cpu().contiguous()
+        for name, weight in drafter.state_dict().items()
         if not name.startswith("verifier_")
     }
-    write_checkpoint(directory, _config_text(drafter), weights, tokenizer, notes)
 
 
 def _config_text(drafter: Drafter) -> str:

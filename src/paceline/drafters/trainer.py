@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.config import DrafterTrainingConfig
 from paceline.devices import computes_bfloat16
 from paceline.drafters.kinds import guess
 from paceline.drafters.packing import Document, make_pack
@@ -94,6 +95,18 @@ class Schedule:
 
     def _is_mature(self, step: int, num_steps: int) -> bool:
         return not self.is_new or step >= num_steps / 2
+
+    @classmethod
+    def online(cls, config: DrafterTrainingConfig, draft_length: int) -> Schedule:
+        """Training without a known end, beside RL."""
+        return cls(
+            num_steps=None,
+            draft_length=draft_length,
+            matrix_lr=config.matrix_lr,
+            other_lr=config.other_lr,
+            tokens_per_step=config.tokens_per_step,
+            pass_tokens=2 * config.tokens_per_step,  # documents rarely make up a step exactly; one pass should hold it
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -199,15 +199,7 @@ class TrainingWorker:
             self._head_version, head_VD = found
             self._head_VD = torch.from_numpy(np.array(head_VD)).to(self._drafter.device)
             if self._trainer is None:
-                schedule = Schedule(
-                    num_steps=None,
-                    draft_length=self._settings.max_draft_length,
-                    matrix_lr=self._training.matrix_lr,
-                    other_lr=self._training.other_lr,
-                    tokens_per_step=self._training.tokens_per_step,
-                    # Documents rarely make up a step exactly; one pass should hold it even so.
-                    pass_tokens=2 * self._training.tokens_per_step,
-                )
+                schedule = Schedule.online(self._training, self._settings.max_draft_length)
                 self._trainer = DrafterTrainer(self._drafter, self._head_VD, schedule)
             self._trainer.set_head(self._head_VD)
             self._num_slices = 0
@@ -229,30 +221,25 @@ class TrainingWorker:
 
     def _judge(self) -> bool:
         """Compare a new base with the published one, if no worker has yet."""
-        from paceline.drafters.drift import judge
-        from paceline.drafters.trainer import evaluate, load_weights
+        from paceline.drafters.comparison import compare
 
         published, drift = self._rounds.published(), self._training.drift
         if self._round == published or self._rounds.verdict(self._round) is not None:
             return False
-        documents = self._buffer.heldout(drift.heldout_tokens)
-        if 4 * sum(document.num_anchors for document in documents) < drift.heldout_tokens:
-            return False  # the next steps bring more
         assert self._head_VD is not None
-        found = []
-        for number in (published, self._round):
-            try:
-                load_weights(self._judged, self._rounds.base(number))
-            except FileNotFoundError:  # as above
-                return False
-            found.append(evaluate(self._judged, documents, self._head_VD, draft_length=self._settings.max_draft_length))
-        before, after = found
-        verdict = judge(
-            before=before.accepted_length[-1],
-            after=after.accepted_length[-1],
-            num_tokens=after.num_tokens,
-            config=drift,
-        )
+        try:
+            verdict = compare(
+                self._judged,
+                map(self._rounds.base, (published, self._round)),
+                self._buffer.heldout(drift.heldout_tokens),
+                self._head_VD,
+                draft_length=self._settings.max_draft_length,
+                config=drift,
+            )
+        except FileNotFoundError:  # as above
+            return False
+        if verdict is None:
+            return False  # the next steps bring more
         self._rounds.put_verdict(self._round, verdict)
         return True
 

@@ -68,6 +68,11 @@ async def ask(engines: Sequence[Engine]) -> tuple[dict[str, Mapping[str, float]]
     return totals, timelines, len(engines) - len(totals)
 
 
+def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """What was counted since the totals `before`. Lower ones are of somebody who has started again since."""
+    return {key: value - start if value >= (start := before.get(key, 0.0)) else value for key, value in now.items()}
+
+
 class Differences:
     """Remembers everybody's last totals."""
 
@@ -78,10 +83,8 @@ class Differences:
         """Add what was counted since the last call to a step's metrics; `totals` by who counted them."""
         step: defaultdict[str, float] = defaultdict(float)
         for who, now in totals.items():
-            last = self._last.get(who, {})
-            for key, value in now.items():
-                before = last.get(key, 0.0)
-                step[key] += value - before if value >= before else value  # lower: started again since
+            for key, value in since(self._last.get(who, {}), now).items():
+                step[key] += value
             self._last[who] = now
             if "engine/kv_usage_max" in now:
                 metrics.add("engine/kv_usage_max", Max(now["engine/kv_usage_max"]))

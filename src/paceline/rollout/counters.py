@@ -81,12 +81,13 @@ class DraftCounters:
 
     def __init__(self, max_draft_length: int) -> None:
         self._steps_at = [0] * (max_draft_length + 1)
-        self._predicted_s = self._expected_tokens = self._measured_tokens = 0.0
+        self._step_s = self._predicted_s = self._expected_tokens = self._measured_tokens = 0.0
         self._verifications = self._accepted = 0
 
     def add(self, step: Step, expected_rate: float | None) -> None:
         """`expected_rate`: tokens per second that the selector expected of the draft length that this step verifies."""
         self._steps_at[min(step.drafted, len(self._steps_at) - 1)] += 1
+        self._step_s += step.seconds
         self._verifications += step.num_verifications
         self._accepted += step.num_accepted
         # A step that also computes prompts is not what the selector's rate is about.
@@ -97,6 +98,7 @@ class DraftCounters:
 
     def totals(self) -> dict[str, float]:
         return {f"{_STEPS_AT}{k}": float(steps) for k, steps in enumerate(self._steps_at)} | {
+            "selector/step_s": self._step_s,
             "selector/predicted_s": self._predicted_s,
             "selector/expected_tokens": self._expected_tokens,
             "selector/measured_tokens": self._measured_tokens,

@@ -1,13 +1,13 @@
 """The weight wire as vLLM sees it: backend `paceline`, which checks a whole push before it touches the model.
 
-vLLM keeps one backend per worker, for policy and drafter. The message says which transport its bytes take
-(`paceline.weights`).
+vLLM keeps one backend per worker, for policy and drafter. Where a host has configured another, or none, ours stands
+beside it (`internals/transfer_engine.py`). The message says which transport its bytes take (`paceline.weights`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from paceline.rollout.internals.drafter_model import comes_with_policy, shared_w
 from paceline.rollout.internals.fp8_layers import codes_in_order, held_scale, quantised_layers
 from paceline.rollout.internals.kv_scales import held_kv_scales, scaled_attention, set_kv_scales
 from paceline.rollout.internals.reload import finish_loading, load_weights, reload_problem
+from paceline.rollout.internals.transfer_engine import aimed, engine_of
 from paceline.types import PacelineError, PushRefusedError
 from paceline.weights.check import TensorSpec, check_precision, check_push, inventory
 from paceline.weights.distributed import DistributedReceiver, GroupAddress
@@ -134,28 +135,27 @@ class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
 
 
 def receive_push(worker: Worker, push: Push) -> PushReport:
-    """One push through vLLM's own lifecycle. A refusal is an answer and not an error: vLLM's rpc would turn an error
-    into text."""
-    receiver = _receiver(worker)
+    """Check one push and load it, whatever backend the host has configured. A refusal is an answer and not an error:
+    vLLM's rpc would turn an error into text."""
+    receiver = engine_of(worker, PushReceiver)
     try:
         memory = receiver.fetch(push)  # in any case: a broadcast waits for every worker, also for one that refuses
-        if push.target == "drafter":
-            _refuse_drafter(worker, push)
-            worker.start_draft_weight_update()
-        else:
-            receiver.heads = _heads(worker)
-            worker.start_weight_update()
-        worker.update_weights({"push": push, "memory": memory})
+        names = {entry.name for entry in push.entries}
+        if push.target == "drafter" and (problem := drafter_problem(worker, names)) is not None:
+            raise PushRefusedError(f"drafter: {problem}")
+        receiver.heads = _heads(worker) if push.target == "policy" else None
+        with aimed(receiver, worker, push.target):
+            receiver.update_weights({"push": push, "memory": memory})
+            receiver.finish_weight_update()
     except PushRefusedError as error:
         return PushReport(version=push.version, refused=str(error))
-    worker.finish_weight_update()
     return receiver.applied[push.target]
 
 
 def applied(worker: Worker) -> Mapping[Target, PushReport]:
     """What the worker's models hold, as far as pushes brought it. A model that no push has reached holds its
     checkpoint."""
-    receiver = _receiver(worker)
+    receiver = engine_of(worker, PushReceiver)
     if receiver.weights_unknown:
         raise PacelineError("a push failed after it had begun to change the model: nobody knows what it holds")
     return receiver.applied
@@ -166,15 +166,6 @@ def held_fp8(worker: Worker) -> dict[str, str]:
     return _held_fp8(worker.get_model())
 
 
-def _receiver(worker: Worker) -> PushReceiver:
-    receiver = worker.weight_transfer_engine
-    if not isinstance(receiver, PushReceiver):
-        raise PacelineError(
-            f"weight_transfer_config: got backend {type(receiver).__name__}; must be paceline to receive a push"
-        )
-    return receiver
-
-
 def _heads(worker: Worker) -> tuple[torch.nn.Module, Any] | None:
     speculation, model = worker.speculative_config, worker.get_draft_model()
     if speculation is None or model is None or not comes_with_policy(speculation):
@@ -182,20 +173,22 @@ def _heads(worker: Worker) -> tuple[torch.nn.Module, Any] | None:
     return model, speculation.draft_model_config
 
 
-def _refuse_drafter(worker: Worker, push: Push) -> None:
-    if not worker.supports_draft_weight_updates():
-        raise PushRefusedError("drafter: this engine runs without one")
-    if comes_with_policy(worker.speculative_config):
-        raise PushRefusedError("drafter: it is a part of the policy's checkpoint, and comes with the policy's pushes")
+def drafter_problem(worker: Worker, names: Collection[str]) -> str | None:
+    """Why this engine's drafter cannot take weights of these names, if it cannot."""
     speculation = worker.speculative_config
-    if (problem := reload_problem(None if speculation is None else speculation.method)) is not None:
-        raise PushRefusedError(f"drafter: {problem}")
-    if shared := shared_with_policy(worker) & {entry.name.split(".")[0] for entry in push.entries}:
-        raise PushRefusedError(
-            f"drafter: vLLM shares {', '.join(sorted(shared))} between drafter and policy, because they were equal "
+    if speculation is None or speculation.draft_model_config is None or worker.get_draft_model() is None:
+        return "this engine runs without one"
+    if comes_with_policy(speculation):
+        return "it is a part of the policy's checkpoint, and comes with the policy's pushes"
+    if (problem := reload_problem(speculation.method)) is not None:
+        return problem
+    if shared := shared_with_policy(worker) & {name.split(".")[0] for name in names}:
+        return (
+            f"vLLM shares {', '.join(sorted(shared))} between drafter and policy, because they were equal "
             "when it loaded them, and a push would overwrite the policy's: start from "
             "`drafters.checkpoint.with_own_embeddings`"
         )
+    return None
 
 
 def _held_fp8(model: torch.nn.Module) -> dict[str, str]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -33,8 +34,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from paceline.config import DrafterConfig, MeasuredSelector, Section, SelectorConfig
+from paceline.rollout import calls
 from paceline.rollout.counters import AcceptanceAlarm, DraftCounters, Recent, Timeline
-from paceline.rollout.internals import drafter_survival, scheduler_door, stats_passenger
+from paceline.rollout.internals import drafter_survival, engine_core, scheduler_door, stats_passenger
 from paceline.rollout.internals import scheduler as internals
 from paceline.rollout.internals.drafter_model import comes_with_policy, is_learned
 from paceline.rollout.speculation import own_settings, why_fixed, why_whole
@@ -106,8 +108,8 @@ class AdaptiveScheduler(Scheduler):
         self._drafts = DraftCounters(self.num_spec_tokens)
         self.survival: drafter_survival.DrafterSurvival | None = None
         """Looks after a learned drafter; EngineCore tells it what is done to weights."""
+        engine_core.install()
         if is_learned(speculation):
-            drafter_survival.install()
             self.survival = drafter_survival.DrafterSurvival(comes_with_policy=comes_with_policy(speculation))
         self._alarm = AcceptanceAlarm()
         self._recent = Recent()
@@ -145,6 +147,17 @@ class AdaptiveScheduler(Scheduler):
         """Draft at most this many tokens from the next step on; 0 stops speculation, None leaves the choice to the
         selector. Has no effect where the draft length is left to vLLM."""
         self._draft_limit = limit
+
+    # Called by EngineCore (internals/engine_core.py), for hosts.
+
+    def worker_call(self, name: object) -> Callable[..., Any] | None:
+        """What a call of ours does in the workers; None for other calls."""
+        asleep = self.survival is not None and self.survival.asleep
+        return (calls.ASLEEP if asleep else calls.AWAKE).get(name) if isinstance(name, str) else None
+
+    def engine_call(self, name: object) -> Callable[[], Any] | None:
+        """What answers a call of ours here, without the workers; None for other calls."""
+        return self._totals if name == calls.COUNTERS else None
 
     # Called by vLLM.
 
@@ -236,6 +249,10 @@ class AdaptiveScheduler(Scheduler):
         if self.survival is not None:
             drafter = {"draft/version": float(self.survival.version), "draft/age_s": now_s - self.survival.updated_s}
         return self._recent.means(now_s, self._drafts.totals()) | gain | drafter | self._failures()
+
+    def _totals(self) -> dict[str, float]:
+        """Counters, and the version of the drafter."""
+        return self.counters() | {"draft/version": float(self.survival.version if self.survival is not None else 0)}
 
     def _failures(self) -> dict[str, float]:
         counts = {"selector/failures": self._num_failures, "selector/trace_failures": self._num_trace_failures}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -42,6 +43,19 @@ async def join(engine: PushTarget, address: GroupAddress, first_rank: int) -> st
     return None
 
 
+def read_reports(push: Push, reports: Sequence[PushReport]) -> tuple[str | None, bool, tuple[str, ...]]:
+    """From the answers of an engine's workers: why the push failed (None if it did not), whether the engine may now
+    hold anything, and the tensors that it holds with other fingerprints than the sender's."""
+    refusals = [report.refused for report in reports if report.refused is not None]
+    if refusals and len(refusals) == len(reports):
+        return refusals[0], False, ()
+    if refusals:
+        return f"only some of the engine's workers refused: {refusals[0]}", True, ()
+    wrong = (mismatched(push.fingerprints_of(rank), report.fingerprints) for rank, report in enumerate(reports))
+    names = tuple(sorted({name for worker in wrong for name in worker}))
+    return (f"{names[0]}: held with another fingerprint than the sender's", True, names) if names else (None, False, ())
+
+
 async def deliver(engine: PushTarget, push: Push) -> Receipt:
     """Give one push to one engine, between two of its steps, and say how it went. Never raises for the engine's fault.
 
@@ -66,16 +80,12 @@ async def deliver(engine: PushTarget, push: Push) -> Receipt:
     try:
         await engine.pause()
         reports = [PushReport.from_dict(plain) for plain in await engine.rpc("receive_push", push.to_dict())]
-        refusals = [report.refused for report in reports if report.refused is not None]
-        if refusals and len(refusals) == len(reports):
+        error, lost, names = read_reports(push, reports)
+        if lost:
+            return receipt(error=error, lost=True, names=names)
+        if error is not None:
             await engine.resume()
-            return receipt(error=refusals[0])
-        if refusals:
-            return receipt(error=f"only some of the engine's workers refused: {refusals[0]}", lost=True)
-        wrong = (mismatched(push.fingerprints_of(rank), report.fingerprints) for rank, report in enumerate(reports))
-        names = tuple(sorted({name for worker in wrong for name in worker}))
-        if names:
-            return receipt(error=f"{names[0]}: held with another fingerprint than the sender's", lost=True, names=names)
+            return receipt(error=error)
         if push.target == "policy":
             await engine.on_new_weights(push.version)
         await engine.resume()

@@ -9,15 +9,11 @@ Level 2 drops the weights of the drafter with the policy's; hosts send the polic
 calls was changed on purpose: it is kept as it is then, and updates of the drafter are not undone. A push of ours to a
 policy with MTP heads of its own brings these heads too, and is such an update.
 
-EngineCore is where every host's calls come through, whatever its worker extension is. Its three methods are wrapped
-when our scheduler is built in its process, and pass everything on for other schedulers and drafters without weights.
-The functions that keep and restore go to the workers by name, as vLLM's `collective_rpc` sends functions.
+`engine_core.py` tells of every call, whatever the host's worker extension is. The functions that keep and restore go to
+the workers by name, as vLLM's `collective_rpc` sends functions.
 
-Relied upon:
-  vllm/v1/engine/core.py          EngineCore: sleep(level), wake_up(tags), collective_rpc(method, timeout, args,
-                                  kwargs), scheduler; model_executor.collective_rpc, which takes functions too
-  vllm/v1/worker/gpu_worker.py    Worker: reload_weights, start_weight_update, start_draft_weight_update,
-                                  finish_weight_update; weight_transfer_engine
+Relied upon: vllm/v1/worker/gpu_worker.py, Worker: reload_weights, start_weight_update, start_draft_weight_update,
+finish_weight_update.
 
 Goes when vLLM keeps drafters over level 2 by itself, as 0.32 does if asked (`sleep_preserve_parameter_names`), and its
 reloads are known to leave them alone.
@@ -26,16 +22,13 @@ reloads are known to leave them alone.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from paceline.rollout.internals.drafter_model import own_weights
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.core import EngineCore
+from paceline.rollout.internals.transfer_engine import pushed_version
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +36,8 @@ Rpc = Callable[..., Sequence[Any]]
 """The executor's `collective_rpc`: one answer of each worker."""
 Meaning = Literal["nap", "deep sleep", "wake", "reload", "begin", "begin drafter", "end", "push", "push drafter"]
 
-_MARK = "_paceline_watched"
 _KEPT = "_paceline_kept"
-_WATCHED = ("sleep", "wake_up", "collective_rpc")
+_PUSHES = ("receive_push", "paceline_push")
 _MEANINGS: dict[str, Meaning] = {
     "reload_weights": "reload",
     "start_weight_update": "begin",
@@ -66,6 +58,11 @@ class DrafterSurvival:
         self.updated_s = time.monotonic()
         self._kept = self._asleep = self._session = False
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the weights' memory is given back; nobody may touch it then."""
+        return self._asleep
+
     def before(self, meaning: Meaning | None, rpc: Rpc) -> None:
         match meaning:
             case "nap" | "deep sleep":
@@ -74,6 +71,8 @@ class DrafterSurvival:
                 self._asleep = True
             case "reload" | "begin" | "push" if not (meaning == "push" and self._comes_with_policy):
                 self._keep(rpc)
+            case "push drafter" if self._asleep:
+                pass  # it will be refused
             case "begin drafter" | "push drafter":
                 self._kept, self._session = False, meaning == "begin drafter"
 
@@ -120,7 +119,7 @@ def meaning_of(method: object, args: Sequence[Any], kwargs: Mapping[str, Any] | 
             return "deep sleep" if level >= 2 else "nap" if level == 1 else None
         case "wake_up":
             return "wake" if first is None or "weights" in first else None
-        case "receive_push" if isinstance(first, Mapping):
+        case str() if method in _PUSHES and isinstance(first, Mapping):
             return "push drafter" if first.get("target") == "drafter" else "push"
         case str():
             return _MEANINGS.get(method)
@@ -147,10 +146,8 @@ def restore_weights(worker: Any, put_back: bool) -> dict[str, int]:
         return {"restored": int(bool(lost))}
 
     answer = _guarded(worker, restore) if put_back else {}
-    applied = getattr(getattr(worker, "weight_transfer_engine", None), "applied", None)
-    if isinstance(applied, dict) and "drafter" in applied:  # our own receiver; others know no versions
-        answer["version"] = applied["drafter"].version
-    return answer
+    version = pushed_version(getattr(worker, "worker", worker), "drafter")
+    return answer if version is None else answer | {"version": version}
 
 
 def _guarded(worker: Any, do: Callable[[Any, Mapping[str, Any]], dict[str, int]]) -> dict[str, int]:
@@ -170,36 +167,3 @@ def _guarded(worker: Any, do: Callable[[Any, Mapping[str, Any]], dict[str, int]]
 def _tell_first(what: str) -> None:
     """Log the first error of a kind, with its traceback: a reload may come every few seconds."""
     logger.exception(what)
-
-
-def install() -> None:
-    """Wrap EngineCore's methods, once in a process."""
-    from vllm.v1.engine.core import EngineCore
-
-    for name in _WATCHED:
-        method = getattr(EngineCore, name)
-        if not hasattr(method, _MARK):
-            setattr(EngineCore, name, _watched(name, method))
-
-
-def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def call(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        survival: DrafterSurvival | None = getattr(self.scheduler, "survival", None)
-        if survival is None:
-            return method(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        if name == "collective_rpc":
-            meaning = meaning_of(given["method"], given.get("args", ()), given.get("kwargs"))
-        else:
-            meaning = meaning_of(name, (given.get("level", given.get("tags")),), None)
-        rpc: Any = self.model_executor.collective_rpc
-        survival.before(meaning, rpc)
-        answer = method(self, *args, **kwargs)
-        survival.after(meaning, rpc)
-        return answer
-
-    setattr(call, _MARK, True)
-    return call

@@ -1,0 +1,43 @@
+"""A trained drafter against the published one, on documents of prompts that neither was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from paceline.config import DriftConfig
+from paceline.drafters.drift import Verdict, judge
+from paceline.drafters.trainer import State, evaluate, load_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.drafters.checkpoint import Drafter
+    from paceline.drafters.packing import Document
+
+
+def compare(
+    drafter: Drafter,
+    states: Iterable[State],
+    documents: Sequence[Document],
+    head_VD: torch.Tensor,
+    *,
+    draft_length: int,
+    config: DriftConfig,
+) -> Verdict | None:
+    """Judge the second of two states by the first; None with fewer than a quarter of the tokens that it should take.
+
+    `drafter` is a model to load them into, and has the second one's weights afterwards."""
+    if 4 * sum(document.num_anchors for document in documents) < config.heldout_tokens:
+        return None
+    found = []
+    for state in states:
+        load_weights(drafter, state)
+        found.append(evaluate(drafter, documents, head_VD, draft_length=draft_length))
+    before, after = found
+    return judge(
+        before=before.accepted_length[-1],
+        after=after.accepted_length[-1],
+        num_tokens=after.num_tokens,
+        config=config,
+    )

@@ -1,0 +1,1 @@
+"""Paceline inside other people's trainers."""

@@ -1,0 +1,275 @@
+"""Online drafter training in another host: better drafters reach the engine, and no failure reaches the host."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drafter_cases import make_documents, make_drafter, make_head
+from paceline.config import BufferConfig, DrafterTrainingConfig, DriftConfig
+from paceline.drafters.checkpoint import load, save
+from paceline.drafters.provenance import Provenance, read_provenance
+from paceline.drafters.trainer import DrafterTrainer, evaluate
+from paceline.integrations import drafter_updates
+from paceline.integrations.drafter_updates import DrafterUpdater
+from paceline.integrations.engine_wire import EngineWire
+from paceline.rollout.calls import PUSH
+from paceline.types import PacelineError, PushRefusedError
+from paceline.weights.check import check_push, inventory
+from paceline.weights.message import Push, PushReport
+from paceline.weights.shared_memory import ShmReceiver
+
+LENGTHS = [(4, 20), (3, 30), (5, 12)] * 20
+DRAFT_LENGTH = 3
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """An optimizer step takes a second, a comparison three."""
+    clock, run, compare = Clock(), DrafterTrainer.run, drafter_updates.compare
+
+    def slow_run(self: DrafterTrainer, should_stop: Any) -> bool:
+        clock.now_s += 1.0
+        return run(self, should_stop)
+
+    def slow_compare(*args: Any, **kwargs: Any) -> Any:
+        clock.now_s += 3.0
+        return compare(*args, **kwargs)
+
+    monkeypatch.setattr(drafter_updates, "time", clock)
+    monkeypatch.setattr(DrafterTrainer, "run", slow_run)
+    monkeypatch.setattr(drafter_updates, "compare", slow_compare)
+    return clock
+
+
+class HostEngine:
+    """An engine as its rpc shows it: takes pushes as a worker does, through JSON, and counts what it verified."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version = 0
+        self.accepted = self.verified = 0
+        self.num_pushes = 0
+        self.forge: dict[str, str] = {}
+        self.refuse: str | None = None
+        self._receiver = ShmReceiver()
+
+    def generate(self, accepted_length: float) -> None:
+        self.verified += 1000
+        self.accepted += round(1000 * (accepted_length - 1))
+
+    def restart(self) -> None:
+        self.weights, self.version, self.accepted, self.verified = {}, 0, 0, 0
+
+    def rpc(self, method: str, args: Sequence[Any]) -> Sequence[Any]:
+        args = json.loads(json.dumps(list(args)))
+        match method:
+            case "paceline_counters":
+                answer = {
+                    "selector/verifications": self.verified,
+                    "selector/accepted_tokens": self.accepted,
+                    "selector/step_s": self.verified / 100,
+                    "selector/steps_at_k3": self.verified,
+                    "draft/version": self.version,
+                }
+            case "paceline_push":
+                answer = self._receive(Push.from_dict(args[0])).to_dict()
+            case _:
+                raise NotImplementedError(f"Method {method!r} is not implemented.")
+        return json.loads(json.dumps([answer]))
+
+    def _receive(self, push: Push) -> PushReport:
+        self.num_pushes += 1
+        try:
+            if self.refuse is not None:
+                raise PushRefusedError(self.refuse)
+            found = check_push(push, inventory(self.checkpoint), self._receiver.fetch(push))
+        except PushRefusedError as error:
+            return PushReport(version=push.version, refused=str(error))
+        self.weights = {name: tensor.clone() for name, tensor in found}
+        self.version = push.version
+        return PushReport(version=push.version, fingerprints=push.fingerprints | self.forge)
+
+    def accepted_length(self, documents: Sequence[Any]) -> float:
+        """What the drafter in the engine would bring."""
+        drafter = load(self.checkpoint)
+        drafter.load_state_dict(self.weights, strict=False)
+        return evaluate(drafter, documents, make_head(), draft_length=DRAFT_LENGTH).accepted_length[-1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("drafter") / "drafter"
+    save(make_drafter(), path)
+    return path
+
+
+@pytest.fixture
+def engine(checkpoint: Path) -> HostEngine:
+    return HostEngine(checkpoint)
+
+
+def make_config(tmp_path: Path, **changes: Any) -> DrafterTrainingConfig:
+    settings: dict[str, Any] = {
+        "tokens_per_step": 200,
+        "round_tokens": 4000,
+        "buffer": BufferConfig(directory=tmp_path, heldout_share=0.3),
+        "drift": DriftConfig(heldout_tokens=200, noise=0.001),
+    }
+    return DrafterTrainingConfig(**(settings | changes))
+
+
+def make_updater(engine: HostEngine, tmp_path: Path, **changes: Any) -> DrafterUpdater:
+    config = make_config(tmp_path, **changes)
+    updater = DrafterUpdater(EngineWire(engine.rpc), engine.checkpoint, config, draft_length=DRAFT_LENGTH)
+    updater.add(make_documents(LENGTHS, seed=1), version=1)
+    return updater
+
+
+def test_better_drafter_reaches_the_engine_and_the_hosts_random_numbers_stay(
+    engine: HostEngine, tmp_path: Path, clock: Clock
+) -> None:
+    """A push that another drafter than the judged one went into would be found by what it accepts."""
+    updater, unseen = make_updater(engine, tmp_path), make_documents(LENGTHS[:9], seed=9)
+    before, random = engine.accepted_length(unseen), torch.get_rng_state()
+    for _ in range(2):
+        engine.generate(1.1)
+        updater.update(make_head(), budget_s=30)
+    metrics = updater.metrics()
+    assert torch.equal(torch.get_rng_state(), random), "training with the callback must not change the host's samples"
+    assert engine.version == metrics["draft/published_round"] == engine.num_pushes >= 1
+    assert engine.accepted_length(unseen) > before * 1.001
+    assert metrics["draft/heldout_after"] > metrics["draft/heldout_before"]
+    assert metrics["rollout/accepted_length"] == pytest.approx(1.1)
+    assert metrics["selector/draft_length_mean"] == 3 and 0 < metrics["draft/overlap"] < 1
+    assert metrics["draft/failures"] == 0 and metrics["draft/tokens_trained"] > 8000
+    assert updater.metrics().get("draft/heldout_after") is None, "a verdict is told once"
+    provenance = Provenance(policy="p", data="d", start="s", num_tokens=updater.num_tokens, seed=0)
+    for _ in range(2):  # the second takes the place of the first
+        updater.save(tmp_path / "saved", provenance)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == engine.weights.keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in engine.weights.items())
+    assert read_provenance(tmp_path / "saved").num_tokens == metrics["draft/tokens_trained"]
+    updater.close()
+    assert not any((tmp_path / f"paceline-{tmp_path.stat().st_uid}").iterdir()), "rollouts are left in shared memory"
+
+
+def test_worse_drafter_is_dropped(engine: HostEngine, tmp_path: Path, clock: Clock) -> None:
+    """Planted: a learning rate that ruins it. Training must go on from what the engine has, not from the ruin."""
+    updater = make_updater(engine, tmp_path, matrix_lr=100.0, other_lr=100.0, when="always")
+    updater.update(make_head(), budget_s=25)
+    metrics = updater.metrics()
+    assert metrics["draft/round"] == 1 and metrics["draft/published"] == 0 == engine.num_pushes
+    assert updater._trainer is not None
+    kept, ruined = load_file(engine.checkpoint / "model.safetensors"), updater._trainer.drafter.state_dict()
+    assert all(torch.equal(ruined[name], weight) for name, weight in kept.items())
+    updater.close()
+
+
+def test_engine_that_started_anew_gets_the_published_drafter_again(
+    engine: HostEngine, tmp_path: Path, clock: Clock
+) -> None:
+    updater = make_updater(engine, tmp_path)
+    updater.update(make_head(), budget_s=30)
+    assert engine.version == 1
+    published = engine.weights
+    engine.restart()
+    updater.update(make_head(), budget_s=0)
+    assert engine.version == 2 and engine.num_pushes == 2
+    assert all(torch.equal(published[name], weight) for name, weight in engine.weights.items())
+    updater.close()
+
+
+@pytest.mark.parametrize("trouble", ["refused", "forged", "gone"])
+def test_failed_pushes_are_counted_told_once_and_end_training(
+    trouble: str, engine: HostEngine, tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of them may end the host's run, and none may count as published."""
+    updater = make_updater(engine, tmp_path, when="always", round_tokens=2000)
+    if trouble == "refused":
+        engine.refuse = "drafter: planted"
+    elif trouble == "forged":
+        engine.forge = {"fc.weight": "0" * 32}
+    rpc = engine.rpc
+    if trouble == "gone":
+
+        def die(method: str, args: Sequence[Any]) -> Sequence[Any]:
+            if method == PUSH:
+                raise ConnectionError("planted")
+            return rpc(method, args)
+
+        updater._wire._rpc = die
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            engine.version = 0  # what was not taken is not there
+            updater.update(make_head(), budget_s=12)
+    metrics = updater.metrics()
+    assert metrics["draft/failures"] == 3 and metrics["draft/published_round"] == 0
+    told = [record.message for record in caplog.records]
+    assert sum("drafter training failed (publish)" in line for line in told) == 1
+    assert sum("given up after 3 failures in a row (publish)" in line for line in told) == 1
+    trained = metrics["draft/tokens_trained"]
+    updater.update(make_head(), budget_s=30)
+    assert updater.metrics()["draft/tokens_trained"] == trained
+    updater.close()
+
+
+def test_budget_holds_on_average(engine: HostEngine, tmp_path: Path, clock: Clock) -> None:
+    """A comparison takes longer than the budget: the steps after it must make up for that."""
+    updater = make_updater(engine, tmp_path, when="always", round_tokens=600)
+    spent = []
+    for _ in range(12):
+        began_s = clock.now_s
+        updater.update(make_head(), budget_s=2.0)
+        spent.append(clock.now_s - began_s)
+    assert max(spent) >= 4 and sum(spent) <= 12 * 2.0 + 4.0, spent
+    assert updater.metrics()["draft/round"] >= 2
+    updater.close()
+
+
+def test_drafter_that_holds_is_not_trained(engine: HostEngine, tmp_path: Path, clock: Clock) -> None:
+    """marin issue 9114: a frozen drafter may hold for dozens of steps, and training it would be lost time."""
+    updater = make_updater(engine, tmp_path, drift=DriftConfig(heldout_tokens=200, noise=10.0))
+    for _ in range(2):
+        engine.generate(2.0)
+        updater.update(make_head(), budget_s=25)
+    trained = updater.metrics()["draft/tokens_trained"]
+    assert trained > 4000, "what training brings must be tried once"
+    engine.generate(2.0)
+    updater.update(make_head(), budget_s=25)
+    metrics = updater.metrics()
+    assert metrics["draft/tokens_trained"] == trained and metrics["draft/decision"] == 0
+    updater.close()
+
+
+def test_without_heldout_rollouts_nothing_is_published(engine: HostEngine, tmp_path: Path, clock: Clock) -> None:
+    buffer = BufferConfig(directory=tmp_path, heldout_share=1e-9)
+    updater = make_updater(engine, tmp_path, buffer=buffer)
+    updater.update(make_head(), budget_s=30)
+    assert updater.metrics()["draft/round"] == 0 == engine.num_pushes
+    updater.close()
+
+
+def test_engine_without_our_calls_says_what_is_missing(engine: HostEngine) -> None:
+    with pytest.raises(PacelineError, match="PACELINE="):
+        EngineWire(engine.rpc).drafter()
+    assert EngineWire(engine.rpc).counters()["draft/version"] == 0
