@@ -6,6 +6,7 @@ python examples/trl/train.py --server URL        a vLLM server on this machine (
 
 import argparse
 import os
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -48,15 +49,14 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main(options: argparse.Namespace) -> None:
-    # Paceline, 2 of 3: drafter and scheduler of TRL's engine. Usually set in the shell; a server has it in its own.
-    os.environ.setdefault("PACELINE", str(write_speculation(options.out / "speculation.toml", options.drafter)))
+def make_config(options: argparse.Namespace) -> GRPOConfig:
+    """Nothing of Paceline in here."""
     on_cpu = not torch.cuda.is_available()
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(options.out),
         max_steps=options.steps,
         seed=options.seed,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=64,
         num_generations=8,
         max_completion_length=160,
         learning_rate=1e-5,
@@ -71,18 +71,25 @@ def main(options: argparse.Namespace) -> None:
         use_cpu=on_cpu,
         bf16=not on_cpu,
     )
-    with wire_clients():  # for a server, if there is no CUDA for TRL's own weight sync
+
+
+def main(options: argparse.Namespace) -> None:
+    # Paceline, 2 of 3: drafter and scheduler of TRL's engine. Usually set in the shell; a server has it in its own.
+    os.environ.setdefault("PACELINE", str(write_speculation(options.out / "speculation.toml", options.drafter)))
+    config = make_config(options)
+    with wire_clients() if config.use_cpu else nullcontext():  # a server: TRL's own weight sync needs CUDA
         trainer = GRPOTrainer(
             model=options.model,
             args=config,
             reward_funcs=right_answer,
             train_dataset=make_dataset(4096, options.seed),
         )
-    if on_cpu and not options.server:
+    if config.use_cpu and not options.server:
         sync_over_wire(trainer)  # the same without a server
     trainer.add_callback(DrafterCallback(trainer, budget_s=options.budget))  # Paceline, 3 of 3
     trainer.train()
     trainer.save_state()
+    trainer.save_model(str(options.out / "policy"))
 
 
 if __name__ == "__main__":
