@@ -170,11 +170,14 @@ def in_mapping(mapping: Any, path: list[str]) -> bool:
     return True
 
 
-def options(tree: ast.Module) -> set[str]:
-    """Return what an argparse parser takes."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    names = [argument for call in calls if call.func.attr == "add_argument" for argument in call.args]
-    return {name.value for name in names if isinstance(name, ast.Constant)}
+def options(tree: ast.Module) -> Iterator[str]:
+    """Yield what an argparse parser takes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="add_argument"), args=arguments):
+                yield from (
+                    name.value for name in arguments if isinstance(name, ast.Constant) if isinstance(name.value, str)
+                )
 
 
 def parse(files: list[Path]) -> list[ast.Module]:

@@ -17,8 +17,13 @@ trap 'rm -rf "$scratch"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 unset PACELINE PYTHONPATH VLLM_PLUGINS
 
-"$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$scratch" .
-PYTHONPATH=src:tests "$python" -c 'import sys, pathlib, random_policy; random_policy.make_policy(pathlib.Path(sys.argv[1]))' "$scratch/policy"
+# From a copy, because setuptools leaves a directory behind, and takes what an earlier build left in it.
+mkdir "$scratch/source"
+cp -r pyproject.toml README.md LICENSE src "$scratch/source"
+"$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$scratch" "$scratch/source" >"$scratch/build.log" 2>&1 ||
+  { cat "$scratch/build.log" && exit 1; }
+PYTHONPATH=src:tests "$python" -c 'import sys, pathlib, random_policy; random_policy.make_policy(pathlib.Path(sys.argv[1]))' \
+  "$scratch/policy" 2>/dev/null
 base=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 # What the engine's program has printed, against what it should have.

@@ -21,6 +21,7 @@ from paceline.rollout.internals import (
     scheduler_door,
     stats,
 )
+from paceline.rollout.internals.drafter_model import loads_apart
 from paceline.rollout.internals.model_runner import planned_runner
 
 pytest.importorskip("vllm", reason="asks the installed vLLM")
@@ -205,6 +206,21 @@ def test_statistics_carry_our_figures_where_there_is_no_lora() -> None:
     assert "waiting_lora_adapters" not in inspect.getsource(Scheduler)
     manager = inspect.getsource(loggers.StatLoggerManager.__init__)
     assert manager.index("extend(custom_stat_loggers)") < manager.index("default_logger_factory"), "ours comes first"
+
+
+def test_drafter_may_be_loaded_apart_from_a_policy_of_dummies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that pushes the policy later would draft at random, and nobody would say so."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    eagle = Path(vllm.__file__).parent / "v1/worker/gpu/spec_decode/eagle/utils.py"
+    assert "draft_load_config" in eagle.read_text(), "loads_apart says that vLLM reads it since 0.30"
+    monkeypatch.setattr(vllm, "__version__", "0.29.0")
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert not loads_apart()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert loads_apart()
 
 
 def test_engine_core_passes_on_what_is_done_to_weights() -> None:
