@@ -104,7 +104,7 @@ def test_trl_has_what_the_callback_relies_on() -> None:
     from trl.generation.vllm_generation import VLLMGeneration
 
     from paceline.integrations.trl import WireClient, WireTransfer
-    from trl import GRPOTrainer
+    from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
     source = inspect.getsource(GRPOTrainer)
     for text in (
