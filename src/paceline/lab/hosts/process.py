@@ -4,7 +4,7 @@
         host.read()                     # what it says once it is ready
         host.ask({"prompts": [...]})    # the answer
 
-The program's side is `answers()` and `serve()`. Whatever else it writes, vLLM's log and progress bars, goes to the file
+The program's side is `answers()` and `questions()`. Whatever else it writes, vLLM's log included, goes to the file
 `log`, whose end is told if the program fails. It ends when its owner closes it, or has ended.
 """
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, NoReturn, Self, TextIO
 
 from paceline.types import PacelineError
 
@@ -32,7 +32,7 @@ class HostProcess:
     """The owner's handle. Every method raises PacelineError once the program has failed or takes too long."""
 
     def __init__(self, module: str, settings: Message, *, environ: Mapping[str, str], log: Path) -> None:
-        self._log = log
+        self._module, self._log = module, log
         command = [sys.executable, "-P", "-m", module, json.dumps(settings)]
         with log.open("wb") as file:
             self._process = subprocess.Popen(  # noqa: S603  a module of ours
@@ -76,9 +76,9 @@ class HostProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str) -> NoReturn:
         told = self._log.read_text(encoding="utf-8", errors="replace")[-_TOLD:]
-        raise PacelineError(f"{' '.join(self._process.args[1:4])} {what}; the end of its log:\n{told}")
+        raise PacelineError(f"{self._module} {what}; the end of its log:\n{told}")
 
 
 def answers() -> Callable[[Message], None]:

@@ -16,3 +16,16 @@ def set_dtype(dtype: str) -> None:
 
     engine: Any = vllm_generation.LLM
     vllm_generation.LLM = partial(engine, dtype=dtype)
+
+
+def sync_on_cpu(trainer: Any) -> None:
+    """Give a trainer in colocated mode a weight sync for the CPU, where TRL's writes into parameters that vLLM has
+    packed."""
+    generation = trainer.vllm_generation
+
+    def sync_weights() -> None:
+        weights = list(generation._iter_named_params())
+        generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        generation.llm.reset_prefix_cache()
+
+    generation.sync_weights = sync_weights
