@@ -495,6 +495,7 @@ def test_every_rule_has_a_snippet_that_breaks_it() -> None:
 
 # What a distribution of one name brings under another.
 BROUGHT_BY = {
+    "accelerate": "trl",
     "huggingface_hub": "transformers",
     "mlflow": "mlflow-skinny",
     "prometheus_client": "prometheus-client",

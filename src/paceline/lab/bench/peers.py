@@ -136,7 +136,11 @@ def _train_trl(
             log=Path(directory, "log"),
         ) as host:
             versions = host.read()
-            return average([host.read() for _ in range(config.run.steps)]), versions
+            steps: list[Mapping[str, float]] = []
+            for number in range(1, config.run.steps + 1):
+                steps.append(host.read())
+                context.progress(f"TRL's step {number}: {steps[-1]}")
+            return average(steps), versions
 
 
 def trl_settings(config: Config, model_path: Path, output_dir: Path) -> TrainingSettings:
