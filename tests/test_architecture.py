@@ -43,12 +43,12 @@ ROWS = (
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 
 # Where each heavy library may be imported: a file, or a folder with a slash. Benches drive vLLM and draw pictures of
-# their own.
+# their own, and start trainers of others.
 OWNERS = {
     "vllm": ("rollout/", "lab/engines/"),
     "ray": ("cluster/",),
     "matplotlib": ("report/", "lab/bench/"),
-    "trl": ("integrations/trl.py",),
+    "trl": ("integrations/trl.py", "lab/hosts/"),
     "verl": ("integrations/verl.py",),
     "wandb": ("sinks.py",),
 }
@@ -362,6 +362,7 @@ BAD = (
     (heavy_libraries_have_one_owner, "orchestrator/loop.py", "import_module('ray.actor')"),
     (heavy_libraries_have_one_owner, "plan/page.py", "from matplotlib import pyplot"),
     (heavy_libraries_have_one_owner, "integrations/verl.py", "import trl"),
+    (heavy_libraries_have_one_owner, "lab/bench/peers.py", "def f():\n    from trl import GRPOTrainer"),
     (heavy_libraries_have_one_owner, "cli/train.py", "import wandb"),
     (nothing_is_called_utils, "rollout/utils.py", ""),
     (nothing_is_called_utils, "utils/names.py", ""),
@@ -494,6 +495,7 @@ def test_every_rule_has_a_snippet_that_breaks_it() -> None:
 
 # What a distribution of one name brings under another.
 BROUGHT_BY = {
+    "accelerate": "trl",
     "huggingface_hub": "transformers",
     "mlflow": "mlflow-skinny",
     "prometheus_client": "prometheus-client",

@@ -83,6 +83,13 @@ BENCHES = {
     "history": BenchEntry(
         "history drafter on a second epoch: accepted length, and what its proposals cost (about 5 minutes)"
     ),
+    "hosts": BenchEntry(
+        "TRL's own generation with the variable PACELINE and without, batch by batch (about 20 minutes)", _environment
+    ),
+    "peers": BenchEntry(
+        "our loop against stock TRL's: generation by token, and the rest of a step; three seeds (about 25 minutes)",
+        _runs_elsewhere,
+    ),
     "fp8": BenchEntry(
         "FP8 while the policy moves: tensors after each update, KV scales, what that costs (about 30 minutes)"
     ),

@@ -11,7 +11,7 @@ which is faster in every arm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -47,12 +47,16 @@ class RequestSet:
         return [request.max_tokens for request in self.requests]
 
     def past_end_share(self, batch: SteppedBatch) -> float:
-        """Share of tokens after the first end-of-sequence token of their response."""
-        past = 0
-        for tokens in batch.token_ids:
-            end = next((place for place, token in enumerate(tokens) if token in self.end_ids), len(tokens) - 1)
-            past += len(tokens) - 1 - end
-        return past / sum(map(len, batch.token_ids))
+        return past_end_share(batch.token_ids, self.end_ids)
+
+
+def past_end_share(responses: Sequence[Sequence[int]], end_ids: Collection[int]) -> float:
+    """Share of tokens after the first end-of-sequence token of their response."""
+    past = 0
+    for tokens in responses:
+        end = next((place for place, token in enumerate(tokens) if token in end_ids), len(tokens) - 1)
+        past += len(tokens) - 1 - end
+    return past / sum(map(len, responses))
 
 
 def fastest(config: EngineConfig) -> EngineConfig:

@@ -1,0 +1,203 @@
+"""`paceline bench hosts`: how much faster is TRL's own generation with the variable PACELINE than without?
+
+    plain        stock TRL's colocated generation (`VLLMGeneration`) in a process of its own
+    paceline     the same program with PACELINE=speculation.toml, which names the arena's EAGLE-3 drafter
+
+Both engines are alive at once on all cores, with the same precision, and take turns batch by batch, each first every
+other time; ratios are of batches with the same prompts. A batch is groups of siblings of the arena's large policy, all
+of them active from the first step to the last. Every answer has the same number of tokens (`ignore_eos`, by TRL's own
+`generation_kwargs`), so both arms do the same work. Prompts are the arena's longest, whose answers are longer than that
+by themselves; the share of tokens after an end all the same is reported (`past_end_share`). There is no tail in which
+few requests are active, as there is in RL and where speculation gains most (`paceline bench rollout`). The first
+batches, in which the selector learns, do not count.
+
+    trl_generation_speedup       seconds of a batch without Paceline over with it, 8 active; median of the pairs
+    trl_generation_speedup_16    the same with 16 active
+    accepted_length              tokens that a request gains by a verification, 8 active
+    ridge_tokens                 tokens of a step at which computing takes as long as reading the weights: prefill
+                                 tokens per second x seconds of a step of one token, plain. A step with speculation has
+                                 active requests x (draft length + 1) tokens, which cost little below the ridge only
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from paceline.context import Context
+from paceline.devices import fast_precision
+from paceline.lab.bench.workload import arena_requests, long_requests, past_end_share
+from paceline.lab.hosts.environment import host_environment, trl_site
+from paceline.lab.hosts.process import HostProcess
+from paceline.lab.hosts.trl_generation import GeneratedBatch, GenerationSettings
+from paceline.measure import CpuTimes, Result, environment, meanwhile, middle, paired
+from paceline.rollout.arguments import end_tokens
+from paceline.sessions.workloads import resolve_drafter, resolve_policy
+
+ARMS = ("plain", "paceline")
+GROUP_SIZE = 4
+ACTIVE, MANY_ACTIVE = 8, 16
+WARMUP = 2
+"""Pairs of batches of each size that are not counted."""
+KV_CACHE_GB = 2
+_SETTLE_S = 0.5
+"""Pause before a turn: threads of the engine that rests spin for a moment after their last step."""
+
+Prompts = list[list[int]]
+Pair = Mapping[str, GeneratedBatch]
+"""Batches of the same prompts, by arm."""
+
+
+def run(
+    *,
+    context: Context,
+    environ: Mapping[str, str],
+    model: str = "arena:large",
+    repetitions: int = 10,
+    max_tokens: int = 256,
+    seed: int = 0,
+) -> Result:
+    """Time `repetitions` pairs of batches of each size, after some that are not counted."""
+    before = CpuTimes.now()
+    model_path = resolve_policy(model, context)
+    settings = GenerationSettings(
+        model=str(model_path), dtype=fast_precision(), max_model_len=768, max_num_seqs=MANY_ACTIVE, speculates=False
+    )
+    drafter = resolve_drafter("arena", model, context)
+    with _hosts(settings, drafter, environ, context) as (hosts, versions):
+        ridges = [_ridge(hosts["plain"], model_path, seed + 1 + number) for number in range(3)]
+        pairs: dict[int, list[Pair]] = {}
+        for active in (ACTIVE, MANY_ACTIVE):
+            batches = siblings(model_path, num_batches=WARMUP + repetitions, num_groups=active // GROUP_SIZE, seed=seed)
+            pairs[active] = _measure(hosts, batches, max_tokens, context)[WARMUP:]
+    figures, spread, details = compare(pairs)
+    figures["ridge_tokens"], spread["ridge_tokens"] = middle([ridge["tokens"] for ridge in ridges])
+    subject = {"model": model, "drafter": "eagle3", "max_tokens": max_tokens, "group_size": GROUP_SIZE, **versions}
+    return Result(
+        name="hosts",
+        figures=figures,
+        spread=spread,
+        goals={"trl_generation_speedup": (">=", 2.0)},
+        environment=environment(seeds=[seed], config=subject | {"engine": asdict(settings)}),
+        details={
+            "active": [ACTIVE, MANY_ACTIVE],
+            "warmup_pairs": WARMUP,
+            "paired": details,
+            "ridge": ridges,
+            "past_end_share": {
+                arm: past_end_share(
+                    [ids for found in pairs.values() for pair in found for ids in pair[arm].token_ids],
+                    end_tokens(model_path),
+                )
+                for arm in ARMS
+            },
+            "seconds": {
+                active: {arm: [pair[arm].seconds for pair in found] for arm in ARMS} for active, found in pairs.items()
+            },
+            "counters": {active: _sum(found) for active, found in pairs.items()},
+            "machine": meanwhile(before),
+        },
+    )
+
+
+@contextmanager
+def _hosts(
+    settings: GenerationSettings, drafter: Path, environ: Mapping[str, str], context: Context
+) -> Iterator[tuple[dict[str, HostProcess], Mapping[str, str]]]:
+    """Start both arms, one after another, because compiling uses every core. Yields versions of TRL and vLLM too."""
+    site = trl_site(context)
+    with TemporaryDirectory() as directory, ExitStack() as stack:
+        file = Path(directory, "speculation.toml")
+        file.write_text(f'[speculation]\ndrafter = {{kind = "eagle3", path = "{drafter}"}}\n', encoding="utf-8")
+        hosts: dict[str, HostProcess] = {}
+        versions: Mapping[str, str] = {}
+        for arm in ARMS:
+            context.progress(f"starting TRL's engine, {arm}")
+            speculation = file if arm == "paceline" else None
+            hosts[arm] = stack.enter_context(
+                HostProcess(
+                    "paceline.lab.hosts.trl_generation",
+                    asdict(settings) | {"speculates": speculation is not None},
+                    environ=host_environment(environ, site, kv_cache_gb=KV_CACHE_GB, speculation=speculation),
+                    log=Path(directory, f"{arm}.log"),
+                )
+            )
+            versions = hosts[arm].read()
+        yield hosts, versions
+
+
+def siblings(model_path: Path, *, num_batches: int, num_groups: int, seed: int) -> list[Prompts]:
+    """Batches of groups, each of another long prompt; no batch has longer prompts than the others."""
+    requests = long_requests(model_path, num_requests=num_batches * num_groups, max_tokens=1, seed=seed)
+    prompts = [request.prompt_ids.tolist() for request in requests]
+    return [
+        [prompt for prompt in prompts[number::num_batches] for _ in range(GROUP_SIZE)] for number in range(num_batches)
+    ]
+
+
+def _measure(
+    hosts: Mapping[str, HostProcess], batches: Sequence[Prompts], max_tokens: int, context: Context
+) -> list[Pair]:
+    found: list[Pair] = []
+    for number, prompts in enumerate(batches):
+        pair = {arm: _generate(hosts[arm], prompts, max_tokens) for arm in (ARMS if number % 2 else reversed(ARMS))}
+        found.append(pair)
+        context.progress(
+            f"batch {number + 1} of {len(batches)}, {len(prompts)} active: plain {pair['plain'].seconds:.2f} s, "
+            f"paceline {pair['paceline'].seconds:.2f} s"
+        )
+    return found
+
+
+def _generate(host: HostProcess, prompts: Prompts, max_tokens: int) -> GeneratedBatch:
+    time.sleep(_SETTLE_S)
+    batch = GeneratedBatch(**host.ask({"prompts": prompts, "max_tokens": max_tokens}))
+    assert [len(ids) for ids in batch.token_ids] == [max_tokens] * len(prompts), "arms did not do the same work"
+    return batch
+
+
+def _ridge(host: HostProcess, model_path: Path, seed: int) -> dict[str, float]:
+    """Measure with prompts that nobody has read before."""
+    requests = arena_requests(model_path, num_prompts=MANY_ACTIVE, group_size=1, max_tokens=1, seed=seed)
+    prompts: Prompts = [request.prompt_ids.tolist() for request in requests]
+    reading, first, more = (
+        _generate(host, asked, max_tokens).seconds
+        for asked, max_tokens in ((prompts, 1), (prompts[:1], 1), (prompts[:1], 25))
+    )
+    prefill_rate, step_s = sum(map(len, prompts)) / reading, (more - first) / 24
+    return {"prefill_tokens_per_s": prefill_rate, "one_token_s": step_s, "tokens": prefill_rate * step_s}
+
+
+def _sum(pairs: Sequence[Pair]) -> dict[str, float]:
+    """What the engine that speculates has counted."""
+    total: Counter[str] = Counter()
+    for pair in pairs:
+        total.update(pair["paceline"].counters)
+    return dict(total)
+
+
+def compare(
+    pairs: Mapping[int, Sequence[Pair]],
+) -> tuple[dict[str, float], dict[str, float], dict[str, dict[str, Any]]]:
+    """Figures, spread and `details.paired` of pairs by number of active requests."""
+    speedups = {
+        active: [pair["plain"].seconds / pair["paceline"].seconds for pair in found] for active, found in pairs.items()
+    }
+    return paired(
+        {
+            "trl_generation_speedup": speedups[ACTIVE],
+            f"trl_generation_speedup_{MANY_ACTIVE}": speedups[MANY_ACTIVE],
+            "accepted_length": [_accepted_length(pair["paceline"].counters) for pair in pairs[ACTIVE]],
+        }
+    )
+
+
+def _accepted_length(counters: Mapping[str, float]) -> float:
+    verified = counters["selector/verifications"]
+    return 1 + counters["selector/accepted_tokens"] / verified if verified else 1.0
