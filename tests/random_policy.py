@@ -61,9 +61,9 @@ def make_mtp_policy(path: Path, *, step: int, right_heads: bool) -> Path:
         pad_token_id=None,
     )
     model = Qwen2ForCausalLM(config).float()
-    for layer in model.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.zeros_(weight)
     model.lm_head.weight.data = 0.3 * model.model.embed_tokens.weight.data.roll(step, 0)
     model.save_pretrained(path)
     heads = dict(model.model.layers[0].state_dict())

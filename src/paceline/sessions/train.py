@@ -188,7 +188,9 @@ def with_drafter(config: Config, context: Context) -> Config:
     """Return the config with the path of its drafter; a workload's drafter or draft model is made first when it is
     missing."""
     speculation = config.speculation
-    match None if speculation is None else speculation.drafter:
+    if speculation is None:
+        return config
+    match speculation.drafter:
         case (EagleDrafter() | ParallelDrafter()) as drafter:
             path = resolve_drafter(drafter.path, config.policy.model, context, kind=drafter.kind)
             drafter = drafter.model_copy(update={"path": str(path)})
