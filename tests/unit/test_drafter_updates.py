@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,21 +12,18 @@ import torch
 from safetensors.torch import load_file
 
 from drafter_cases import make_documents, make_drafter, make_head
+from host_engine import HostEngine
 from paceline.config import BufferConfig, DrafterTrainingConfig, DriftConfig
-from paceline.drafters.checkpoint import load, save
+from paceline.drafters.checkpoint import save
 from paceline.drafters.provenance import Provenance, read_provenance
-from paceline.drafters.trainer import DrafterTrainer, evaluate
+from paceline.drafters.trainer import DrafterTrainer
 from paceline.integrations import drafter_updates
 from paceline.integrations.drafter_updates import DrafterUpdater
 from paceline.integrations.engine_wire import EngineWire
 from paceline.rollout.calls import PUSH
-from paceline.types import PacelineError, PushRefusedError
-from paceline.weights.check import check_push, inventory
-from paceline.weights.message import Push, PushReport
-from paceline.weights.shared_memory import ShmReceiver
+from paceline.types import PacelineError
 
 LENGTHS = [(4, 20), (3, 30), (5, 12)] * 20
-DRAFT_LENGTH = 3
 
 
 class Clock:
@@ -59,62 +55,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class HostEngine:
-    """An engine as its rpc shows it: takes pushes as a worker does, through JSON, and counts what it verified."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-        self.weights: dict[str, torch.Tensor] = {}
-        self.version = 0
-        self.accepted = self.verified = 0
-        self.num_pushes = 0
-        self.forge: dict[str, str] = {}
-        self.refuse: str | None = None
-        self._receiver = ShmReceiver()
-
-    def generate(self, accepted_length: float) -> None:
-        self.verified += 1000
-        self.accepted += round(1000 * (accepted_length - 1))
-
-    def restart(self) -> None:
-        self.weights, self.version, self.accepted, self.verified = {}, 0, 0, 0
-
-    def rpc(self, method: str, args: Sequence[Any]) -> Sequence[Any]:
-        args = json.loads(json.dumps(list(args)))
-        match method:
-            case "paceline_counters":
-                answer = {
-                    "selector/verifications": self.verified,
-                    "selector/accepted_tokens": self.accepted,
-                    "selector/step_s": self.verified / 100,
-                    "selector/steps_at_k3": self.verified,
-                    "draft/version": self.version,
-                }
-            case "paceline_push":
-                answer = self._receive(Push.from_dict(args[0])).to_dict()
-            case _:
-                raise NotImplementedError(f"Method {method!r} is not implemented.")
-        return json.loads(json.dumps([answer]))
-
-    def _receive(self, push: Push) -> PushReport:
-        self.num_pushes += 1
-        try:
-            if self.refuse is not None:
-                raise PushRefusedError(self.refuse)
-            found = check_push(push, inventory(self.checkpoint), self._receiver.fetch(push))
-        except PushRefusedError as error:
-            return PushReport(version=push.version, refused=str(error))
-        self.weights = {name: tensor.clone() for name, tensor in found}
-        self.version = push.version
-        return PushReport(version=push.version, fingerprints=push.fingerprints | self.forge)
-
-    def accepted_length(self, documents: Sequence[Any]) -> float:
-        """What the drafter in the engine would bring."""
-        drafter = load(self.checkpoint)
-        drafter.load_state_dict(self.weights, strict=False)
-        return evaluate(drafter, documents, make_head(), draft_length=DRAFT_LENGTH).accepted_length[-1]
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("drafter") / "drafter"
@@ -139,7 +79,7 @@ def make_config(tmp_path: Path, **changes: Any) -> DrafterTrainingConfig:
 
 def make_updater(engine: HostEngine, tmp_path: Path, **changes: Any) -> DrafterUpdater:
     config = make_config(tmp_path, **changes)
-    updater = DrafterUpdater(EngineWire(engine.rpc), engine.checkpoint, config, draft_length=DRAFT_LENGTH)
+    updater = DrafterUpdater(EngineWire(engine.rpc), engine.checkpoint, config, draft_length=HostEngine.DRAFT_LENGTH)
     updater.add(make_documents(LENGTHS, seed=1), version=1)
     return updater
 
@@ -258,6 +198,28 @@ def test_drafter_that_holds_is_not_trained(engine: HostEngine, tmp_path: Path, c
     updater.update(make_head(), budget_s=25)
     metrics = updater.metrics()
     assert metrics["draft/tokens_trained"] == trained and metrics["draft/decision"] == 0
+    updater.close()
+
+
+def test_engine_that_has_loaded_another_drafter_gets_this_one_first(
+    engine: HostEngine, tmp_path: Path, clock: Clock
+) -> None:
+    """A sidecar that goes on from its last drafter would otherwise compare with weights that the engine has not."""
+    updater = DrafterUpdater(
+        EngineWire(engine.rpc),
+        engine.checkpoint,
+        make_config(tmp_path),
+        draft_length=HostEngine.DRAFT_LENGTH,
+        loaded=False,
+    )
+    updater.save(tmp_path / "saved", Provenance(policy="p", data="d", start="s", num_tokens=0, seed=0))
+    assert not (tmp_path / "saved").exists(), "nothing was published"
+    updater.update(make_head(), budget_s=0)
+    assert engine.version == engine.num_pushes == updater.metrics()["draft/published_round"] == 1
+    kept = load_file(engine.checkpoint / "model.safetensors")
+    assert all(torch.equal(engine.weights[name], weight) for name, weight in kept.items())
+    updater.update(make_head(), budget_s=0)
+    assert engine.num_pushes == 1
     updater.close()
 
 

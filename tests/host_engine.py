@@ -1,0 +1,82 @@
+"""An engine of another host without vLLM, for tests of what reaches it through its rpc."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafter_cases import make_head
+from paceline.drafters.checkpoint import load
+from paceline.drafters.trainer import evaluate
+from paceline.rollout.calls import ServedDrafter
+from paceline.types import PushRefusedError
+from paceline.weights.check import check_push, inventory
+from paceline.weights.message import Push, PushReport
+from paceline.weights.shared_memory import ShmReceiver
+
+
+class HostEngine:
+    """An engine as its rpc shows it: takes pushes as a worker does, through JSON, and counts what it verified."""
+
+    DRAFT_LENGTH = 3
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version = 0
+        self.accepted = self.verified = 0
+        self.num_pushes = 0
+        self.forge: dict[str, str] = {}
+        self.refuse: str | None = None
+        self.served: ServedDrafter | None = None
+        """What it tells of its drafter; None does not know the question."""
+        self._receiver = ShmReceiver()
+
+    def generate(self, accepted_length: float) -> None:
+        self.verified += 1000
+        self.accepted += round(1000 * (accepted_length - 1))
+
+    def restart(self) -> None:
+        self.weights, self.version, self.accepted, self.verified = {}, 0, 0, 0
+
+    def rpc(self, method: str, args: Sequence[Any]) -> Sequence[Any]:
+        args = json.loads(json.dumps(list(args)))
+        match method:
+            case "paceline_counters":
+                answer = {
+                    "selector/verifications": self.verified,
+                    "selector/accepted_tokens": self.accepted,
+                    "selector/step_s": self.verified / 100,
+                    "selector/steps_at_k3": self.verified,
+                    "draft/version": self.version,
+                }
+            case "paceline_drafter" if self.served is not None:
+                answer = asdict(self.served)
+            case "paceline_push":
+                answer = self._receive(Push.from_dict(args[0])).to_dict()
+            case _:
+                raise NotImplementedError(f"Method {method!r} is not implemented.")
+        return json.loads(json.dumps([answer]))
+
+    def _receive(self, push: Push) -> PushReport:
+        self.num_pushes += 1
+        try:
+            if self.refuse is not None:
+                raise PushRefusedError(self.refuse)
+            found = check_push(push, inventory(self.checkpoint), self._receiver.fetch(push))
+        except PushRefusedError as error:
+            return PushReport(version=push.version, refused=str(error))
+        self.weights = {name: tensor.clone() for name, tensor in found}
+        self.version = push.version
+        return PushReport(version=push.version, fingerprints=push.fingerprints | self.forge)
+
+    def accepted_length(self, documents: Sequence[Any]) -> float:
+        """What the drafter in the engine would bring."""
+        drafter = load(self.checkpoint)
+        drafter.load_state_dict(self.weights, strict=False)
+        return evaluate(drafter, documents, make_head(), draft_length=self.DRAFT_LENGTH).accepted_length[-1]
