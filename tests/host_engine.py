@@ -1,4 +1,4 @@
-"""An engine of another host without vLLM, for tests of what reaches it through its rpc."""
+"""An engine of another host as its rpc shows it, for tests of what trains and pushes there."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.weights.check import check_push, inventory
 from paceline.weights.message import Push, PushReport
 from paceline.weights.shared_memory import ShmReceiver
 
+DRAFT_LENGTH = 3
+
 
 class HostEngine:
     """An engine as its rpc shows it: takes pushes as a worker does, through JSON, and counts what it verified."""
-
-    DRAFT_LENGTH = 3
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
@@ -33,8 +33,9 @@ class HostEngine:
         self.num_pushes = 0
         self.forge: dict[str, str] = {}
         self.refuse: str | None = None
-        self.served: ServedDrafter | None = None
-        """What it tells of its drafter; None does not know the question."""
+        self.problem: str | None = None
+        self.ours = True
+        """Whether its scheduler is ours."""
         self._receiver = ShmReceiver()
 
     def generate(self, accepted_length: float) -> None:
@@ -47,7 +48,7 @@ class HostEngine:
     def rpc(self, method: str, args: Sequence[Any]) -> Sequence[Any]:
         args = json.loads(json.dumps(list(args)))
         match method:
-            case "paceline_counters":
+            case "paceline_counters" if self.ours:
                 answer = {
                     "selector/verifications": self.verified,
                     "selector/accepted_tokens": self.accepted,
@@ -55,10 +56,13 @@ class HostEngine:
                     "selector/steps_at_k3": self.verified,
                     "draft/version": self.version,
                 }
-            case "paceline_drafter" if self.served is not None:
-                answer = asdict(self.served)
-            case "paceline_push":
+            case "paceline_push" if self.ours:
                 answer = self._receive(Push.from_dict(args[0])).to_dict()
+            case "paceline_drafter" if self.ours:
+                drafter = ServedDrafter(
+                    problem=self.problem, checkpoint=str(self.checkpoint), kind="eagle3", draft_length=DRAFT_LENGTH
+                )
+                answer = asdict(drafter)
             case _:
                 raise NotImplementedError(f"Method {method!r} is not implemented.")
         return json.loads(json.dumps([answer]))
@@ -79,4 +83,4 @@ class HostEngine:
         """What the drafter in the engine would bring."""
         drafter = load(self.checkpoint)
         drafter.load_state_dict(self.weights, strict=False)
-        return evaluate(drafter, documents, make_head(), draft_length=self.DRAFT_LENGTH).accepted_length[-1]
+        return evaluate(drafter, documents, make_head(), draft_length=DRAFT_LENGTH).accepted_length[-1]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from drafter_cases import make_documents, make_drafter, make_head
-from host_engine import HostEngine
+from host_engine import DRAFT_LENGTH, HostEngine
 from paceline.config import BufferConfig, DrafterTrainingConfig, DriftConfig
 from paceline.drafters.checkpoint import save
 from paceline.drafters.provenance import Provenance, read_provenance
@@ -79,7 +79,7 @@ def make_config(tmp_path: Path, **changes: Any) -> DrafterTrainingConfig:
 
 def make_updater(engine: HostEngine, tmp_path: Path, **changes: Any) -> DrafterUpdater:
     config = make_config(tmp_path, **changes)
-    updater = DrafterUpdater(EngineWire(engine.rpc), engine.checkpoint, config, draft_length=HostEngine.DRAFT_LENGTH)
+    updater = DrafterUpdater(EngineWire(engine.rpc), engine.checkpoint, config, draft_length=DRAFT_LENGTH)
     updater.add(make_documents(LENGTHS, seed=1), version=1)
     return updater
 
@@ -209,7 +209,7 @@ def test_engine_that_has_loaded_another_drafter_gets_this_one_first(
         EngineWire(engine.rpc),
         engine.checkpoint,
         make_config(tmp_path),
-        draft_length=HostEngine.DRAFT_LENGTH,
+        draft_length=DRAFT_LENGTH,
         loaded=False,
     )
     updater.save(tmp_path / "saved", Provenance(policy="p", data="d", start="s", num_tokens=0, seed=0))
@@ -232,6 +232,7 @@ def test_without_heldout_rollouts_nothing_is_published(engine: HostEngine, tmp_p
 
 
 def test_engine_without_our_calls_says_what_is_missing(engine: HostEngine) -> None:
+    assert EngineWire(engine.rpc).drafter().checkpoint == str(engine.checkpoint)
+    engine.ours = False
     with pytest.raises(PacelineError, match="PACELINE="):
         EngineWire(engine.rpc).drafter()
-    assert EngineWire(engine.rpc).counters()["draft/version"] == 0

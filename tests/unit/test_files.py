@@ -276,7 +276,7 @@ def test_line_that_no_reader_could_take_is_named(tmp_path: Path, line: bytes, sa
 def test_directory_of_a_killed_process_goes_when_the_next_is_made(tmp_path: Path) -> None:
     """Rollouts with hidden states would fill shared memory for ever. One whose owner lives is left alone."""
     text = "import os, sys; from pathlib import Path; from paceline.files import OwnedDirectory as O; "
-    text += "(O(Path(sys.argv[1])).path / 'rollout').write_text('x'); os._exit(1)"  # as after a kill: nothing runs
+    text += "own = O(Path(sys.argv[1])); (own.path / 'rollout').write_text('x'); os._exit(1)"  # nothing more runs
     subprocess.run([sys.executable, "-c", text, str(tmp_path)], check=False)
     (left,) = tmp_path.glob("*/rollout")
     first, second = OwnedDirectory(tmp_path), OwnedDirectory(tmp_path)

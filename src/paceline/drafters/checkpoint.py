@@ -218,9 +218,13 @@ def _policy_tensor(model_path: Path, name: str) -> torch.Tensor | None:
 
 def read_taps(drafter_path: Path, model_path: Path) -> tuple[int, ...]:
     """Read which hidden states of the policy a checkpoint uses, in vLLM's numbering (i: after i layers)."""
+    return taps_among(drafter_path, policy_config(model_path)["num_hidden_layers"])
+
+
+def taps_among(drafter_path: Path, num_layers: int) -> tuple[int, ...]:
+    """As `read_taps`, by the number of the policy's layers."""
     config = json.loads((drafter_path / "config.json").read_text(encoding="utf-8"))
-    kind = config.get("speculators_model_type", "eagle3")
-    return tuple(_taps(kind, config, policy_config(model_path)["num_hidden_layers"]))
+    return tuple(_taps(config.get("speculators_model_type", "eagle3"), config, num_layers))
 
 
 def preflight(drafter_path: Path, model_path: Path, *, kind: str, max_model_len: int) -> None:

@@ -1,0 +1,72 @@
+"""Calls to an engine behind a server: arguments and answers as JSON, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from paceline.integrations.engine_wire import EngineWire, http_rpc
+from paceline.types import PacelineError
+
+
+class Handler(BaseHTTPRequestHandler):
+    """vLLM's `POST /collective_rpc`, with `server.answer` as the workers."""
+
+    def do_POST(self) -> None:
+        server: Any = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server.calls.append((self.path, body["method"], body["args"]))
+        status, text = server.answer
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    server: Any = HTTPServer(("127.0.0.1", 0), Handler)
+    server.calls, server.answer = [], (200, json.dumps({"results": [{"draft/version": 2.0}]}))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def wire_to(server: Any) -> EngineWire:
+    return EngineWire(http_rpc(f"http://127.0.0.1:{server.server_port}/"))
+
+
+def test_call_and_answer_go_through_json(server: Any) -> None:
+    assert wire_to(server).counters() == {"draft/version": 2.0}
+    assert server.calls == [("/collective_rpc", "paceline_counters", [])]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((404, "Not Found"), "VLLM_SERVER_DEV_MODE=1"),
+        ((500, "Call to collective_rpc method failed: Method 'x' is not implemented."), "PACELINE="),
+        ((500, "out of memory"), "answered 500 to paceline_counters: out of memory"),
+    ],
+)
+def test_error_says_what_to_do(server: Any, answer: tuple[int, str], said: str) -> None:
+    """Each of these is a server that was started without something."""
+    server.answer = answer
+    with pytest.raises(PacelineError, match=said):
+        wire_to(server).counters()
+
+
+def test_address_must_be_a_servers() -> None:
+    """urllib would read a file as well."""
+    with pytest.raises(ValueError, match="must begin with http"):
+        http_rpc("file:///etc/passwd")
