@@ -500,6 +500,7 @@ BROUGHT_BY = {
     "mlflow": "mlflow-skinny",
     "prometheus_client": "prometheus-client",
     "pydantic_core": "pydantic",
+    "starlette": "vllm",
     "triton": "vllm",
 }
 

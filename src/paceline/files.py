@@ -319,6 +319,16 @@ def _remove_owned(path: Path, descriptor: int, owner_pid: int) -> None:
         os.close(descriptor)
 
 
+def shared_token() -> str:
+    """Return a secret that all processes of this user on this machine can read and nobody else can; the first that asks
+    makes it. Ask again each time: two that are the first at once agree on the last one's."""
+    file = private_directory(SHARED_MEMORY / f"{SEGMENT_PREFIX}{os.getuid()}") / "token"
+    if not file.exists():
+        with atomic_file(file, private=True) as partial:
+            partial.write_text(secrets.token_urlsafe(32), encoding="ascii")
+    return file.read_text(encoding="ascii")
+
+
 def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[tuple[int, Any]]:
     """Yield line number and value of every line of a JSON Lines file; a line that is not JSON raises ValueError.
 

@@ -201,6 +201,28 @@ def test_drafter_that_holds_is_not_trained(engine: HostEngine, tmp_path: Path, c
     updater.close()
 
 
+def test_engine_that_has_loaded_another_drafter_gets_this_one_first(
+    engine: HostEngine, tmp_path: Path, clock: Clock
+) -> None:
+    """A sidecar that goes on from its last drafter would otherwise compare with weights that the engine has not."""
+    updater = DrafterUpdater(
+        EngineWire(engine.rpc),
+        engine.checkpoint,
+        make_config(tmp_path),
+        draft_length=DRAFT_LENGTH,
+        loaded=False,
+    )
+    updater.save(tmp_path / "saved", Provenance(policy="p", data="d", start="s", num_tokens=0, seed=0))
+    assert not (tmp_path / "saved").exists(), "nothing was published"
+    updater.update(make_head(), budget_s=0)
+    assert engine.version == engine.num_pushes == updater.metrics()["draft/published_round"] == 1
+    kept = load_file(engine.checkpoint / "model.safetensors")
+    assert all(torch.equal(engine.weights[name], weight) for name, weight in kept.items())
+    updater.update(make_head(), budget_s=0)
+    assert engine.num_pushes == 1
+    updater.close()
+
+
 def test_without_heldout_rollouts_nothing_is_published(engine: HostEngine, tmp_path: Path, clock: Clock) -> None:
     buffer = BufferConfig(directory=tmp_path, heldout_share=1e-9)
     updater = make_updater(engine, tmp_path, buffer=buffer)

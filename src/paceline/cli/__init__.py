@@ -14,7 +14,7 @@ from functools import partial
 from typing import TextIO
 
 from paceline import __version__
-from paceline.cli import arena, bench, certify, demo, doctor, draft, explain, export, plan, report, train, tune
+from paceline.cli import arena, bench, certify, demo, doctor, draft, explain, export, plan, report, sidecar, train, tune
 from paceline.cli.common import cache_root, make_context
 from paceline.cli.output import with_own_lines
 from paceline.context import CancelledError, Context, RunInterruptedError
@@ -32,7 +32,7 @@ _EPILOG = (
 
 _FAREWELL_S = 6.0
 """Clusters kill what has not ended some time after SIGTERM, and do not look for its children."""
-_COMMANDS = (train, demo, doctor, tune, report, arena, plan, draft, export, explain, bench, certify)
+_COMMANDS = (train, demo, doctor, tune, report, arena, plan, draft, sidecar, export, explain, bench, certify)
 """In the order of --help."""
 
 

@@ -54,9 +54,17 @@ class DrafterUpdater:
     """Trains and publishes the drafter of one engine. No method raises."""
 
     def __init__(
-        self, wire: EngineWire, checkpoint: Path, config: DrafterTrainingConfig, *, draft_length: int, seed: int = 0
+        self,
+        wire: EngineWire,
+        checkpoint: Path,
+        config: DrafterTrainingConfig,
+        *,
+        draft_length: int,
+        loaded: bool = True,
+        seed: int = 0,
     ) -> None:
-        """`checkpoint` is what the engine has loaded, `draft_length` the longest that it drafts."""
+        """`checkpoint` is what the engine has loaded, or else what it gets first; `draft_length` is the longest that it
+        drafts."""
         self._wire, self._checkpoint, self._config = wire, checkpoint, config
         self._draft_length, self._seed = draft_length, seed
         self._directory: OwnedDirectory | None = None
@@ -65,8 +73,8 @@ class DrafterUpdater:
         self._judged: Drafter | None = None
         """A second model, to evaluate and to publish."""
         self._published: State = {}
-        self._version = 0
-        """The version that the engine has; 0 is the checkpoint."""
+        self._version = 0 if loaded else -1
+        """The version that the engine has; 0 is the checkpoint, and -1 none that an engine names."""
         self._num_rounds = self._num_tokens = self._fresh_tokens = 0
         self._overdrawn_s = 0.0
         """What was spent beyond the budget so far."""
@@ -121,7 +129,7 @@ class DrafterUpdater:
             **step,
             "draft/tokens_trained": float(self._num_tokens),
             "draft/round": float(self._num_rounds),
-            "draft/published_round": float(self._version),
+            "draft/published_round": float(max(0, self._version)),
             "draft/skipped_steps": float(0 if trainer is None else trainer.num_skipped),
             "draft/broken_buffer_files": float(0 if buffer is None else buffer.num_broken),
         }
@@ -130,7 +138,7 @@ class DrafterUpdater:
         """Write the drafter that the engine has as a checkpoint, in place of an older one; nothing if none was ever
         published."""
         with self._contained("save"):
-            if self._judged is None or not self._version:
+            if self._judged is None or self._version <= 0:
                 return
             load_weights(self._judged, self._published)
             if directory.exists():
@@ -148,6 +156,11 @@ class DrafterUpdater:
     def num_tokens(self) -> int:
         """Tokens trained on."""
         return self._num_tokens
+
+    @property
+    def given_up(self) -> bool:
+        """Whether training has ended, because it failed too often."""
+        return self._given_up
 
     def _observe(self) -> None:
         """Take in what the engine has counted, and push again what it has lost."""

@@ -1,6 +1,6 @@
 """An engine of another host, as far as its calls of ours reach: which drafter it has, what it counts, and pushes to it.
 
-    EngineWire ── Rpc ──▶ llm.collective_rpc, or POST /collective_rpc ──▶ rollout/calls.py in the workers
+    EngineWire ── Rpc ──▶ llm.collective_rpc, or HTTP to vLLM's server ──▶ rollout/calls.py in the workers
          └──────── bytes in /dev/shm (weights/shared_memory.py) ─────────────────┘
 
 Sender and engine must share a machine's shared memory.
@@ -9,12 +9,16 @@ Sender and engine must share a machine's shared memory.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from http import HTTPStatus
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
-from paceline.rollout.calls import COUNTERS, DRAFTER, NOT_THERE, PUSH, ServedDrafter
+from paceline.files import shared_token
+from paceline.rollout.calls import COUNTERS, DRAFTER, ENDPOINT, NOT_THERE, PUSH, ServedDrafter
 from paceline.types import PacelineError
 from paceline.weights.deliver import read_reports
 from paceline.weights.message import PushReport, Target
@@ -23,6 +27,7 @@ from paceline.weights.shared_memory import ShmSender
 if TYPE_CHECKING:
     import torch
 
+_COLLECTIVE_RPC = "/collective_rpc"
 Rpc = Callable[[str, Sequence[Any]], Sequence[Any]]
 """Calls a method by name with plain arguments; returns one answer of each worker."""
 
@@ -64,27 +69,48 @@ class EngineWire:
         try:
             return self._rpc(method, args)
         except Exception as error:
-            if "is not implemented" in str(error):  # what vLLM says of a name that nobody has
+            # What vLLM says of a name that nobody has: its executor in one process, and its workers.
+            if "is not implemented" in str(error) or f"has no attribute '{method}'" in str(error):
                 raise PacelineError(NOT_THERE) from error
             raise
 
 
+class ServerGoneError(PacelineError):
+    """Nobody answers at a server's address: it has not started yet, or has ended."""
+
+
 def http_rpc(url: str, *, timeout_s: float = 300.0) -> Rpc:
-    """Call the engine behind vLLM's server at this address."""
+    """Call the engine behind vLLM's server at this address: by /collective_rpc where it is there, else by our own
+    endpoint (rollout/endpoint.py), which asks for a token."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"url: got {url!r}; must begin with http:// or https:// because it is a server's address")
-    address = f"{url.rstrip('/')}/collective_rpc"
+    doors = deque([_COLLECTIVE_RPC, ENDPOINT])
+    opener = build_opener(ProxyHandler({}))  # the server is on this machine, and a proxy is not
+
+    def post(path: str, body: bytes) -> Sequence[Any]:
+        token = {"Authorization": f"Bearer {shared_token()}"} if path == ENDPOINT else {}
+        header = {"Content-Type": "application/json"} | token
+        request = Request(f"{url.rstrip('/')}{path}", body, header)  # noqa: S310  checked above
+        with opener.open(request, timeout=timeout_s) as response:
+            return json.load(response)["results"]
 
     def call(method: str, args: Sequence[Any]) -> Sequence[Any]:
         body = json.dumps({"method": method, "args": list(args)}).encode()
-        request = Request(address, body, {"Content-Type": "application/json"})  # noqa: S310  checked above
-        try:
-            with urlopen(request, timeout=timeout_s) as response:  # noqa: S310  as above
-                return json.load(response)["results"]
-        except HTTPError as error:
-            said = error.read().decode(errors="replace")[:500]
-            if error.code == 404:
-                raise PacelineError(f"{address} is not there; start the server with VLLM_SERVER_DEV_MODE=1") from error
-            raise PacelineError(f"{address} answered {error.code} to {method}: {said or error.reason}") from error
+        for _ in range(len(doors)):
+            try:
+                return post(doors[0], body)
+            except HTTPError as error:
+                if error.code != HTTPStatus.NOT_FOUND:
+                    said = error.read().decode(errors="replace")[:500]
+                    raise PacelineError(f"{url} answered {error.code} to {method}: {said or error.reason}") from error
+            except (OSError, HTTPException) as error:
+                raise ServerGoneError(f"no answer from {url} to {method}: {error}") from error
+            except (ValueError, TypeError, KeyError) as error:
+                raise PacelineError(f"{url} answered {method} as no server of vLLM does: {error!r}") from error
+            doors.rotate()
+        raise PacelineError(
+            f"{url} has neither {_COLLECTIVE_RPC} nor {ENDPOINT}: start the server with VLLM_SERVER_DEV_MODE=1, or "
+            "with --middleware paceline.rollout.endpoint.CallsEndpoint"
+        )
 
     return call

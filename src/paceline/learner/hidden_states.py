@@ -33,6 +33,10 @@ class HiddenStateTap:
         self._learner = learner
         self._taps = tuple(taps)
 
+    @property
+    def num_taps(self) -> int:
+        return len(self._taps)
+
     def score(
         self, samples: Sequence[Sample], chosen: Collection[int], correction: CorrectionConfig | None = None
     ) -> tuple[LogpResult, list[Document]]:

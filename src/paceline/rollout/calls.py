@@ -2,6 +2,7 @@
 
     llm.collective_rpc(PUSH, args=(push.to_dict(),))                         in the process that has the engine
     POST /collective_rpc {"method": "paceline_push", "args": [push]}         vLLM's server, VLLM_SERVER_DEV_MODE=1
+    POST /paceline/calls {"method": "paceline_push", "args": [push]}         the same without it (endpoint.py)
 
 They need no `worker_extension_cls`, which hosts use themselves, and no weight-transfer backend
 (`internals/engine_core.py`). Arguments and answers are plain data: JSON carries them. Importing this module takes
@@ -21,6 +22,9 @@ DRAFTER = "paceline_drafter"
 COUNTERS = "paceline_counters"
 """Answers with the scheduler's totals since the start and `draft/version`, by metric key; one answer for all
 workers."""
+NAMES = (PUSH, DRAFTER, COUNTERS)
+ENDPOINT = "/paceline/calls"
+"""Where a server with our endpoint takes them."""
 NOT_THERE = (
     "the engine does not know calls of Paceline: its scheduler must be Paceline's, which PACELINE=speculation.toml "
     "sees to (docs/hosts.md)"

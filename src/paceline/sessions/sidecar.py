@@ -1,0 +1,281 @@
+"""`paceline sidecar`: trains the drafter of a server whose host writes its rollouts and checkpoints to disk.
+
+    host ── rollouts, JSON lines ──▶ RolloutFiles ──┐
+    host ── checkpoints ──▶ PolicyStates: hidden states ──▶ DrafterUpdater ── what is better ──▶ vLLM's server
+                                                            └── accepted length ◀── counters ──────────┘
+
+Every `period_s` a round: load a newer policy, score new rollouts with it, train, publish what is better, record a line
+of metrics. Scoring and training take `share` of the time. The drafter goes through the shared memory of the machine, so
+server and sidecar must be on one.
+
+A server that does not answer is waited for. One that has started again gets the published drafter anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from paceline.config import DrafterTrainingConfig, LearnerConfig
+from paceline.context import Context
+from paceline.devices import fast_precision
+from paceline.drafters.checkpoint import policy_config, preflight
+from paceline.drafters.export import drafter_kind
+from paceline.drafters.provenance import Provenance
+from paceline.integrations.drafter_updates import DrafterUpdater
+from paceline.integrations.engine_wire import EngineWire, ServerGoneError, http_rpc
+from paceline.integrations.policy_states import PolicyStates
+from paceline.integrations.rollout_files import RolloutFiles, RolloutReader
+from paceline.metrics import JsonlSink, Recorder
+from paceline.rollout.calls import ServedDrafter
+from paceline.sessions.train import load_tokenizer
+from paceline.types import PacelineError
+
+_PATIENCE_S = 600.0
+"""Seconds for which a server may not answer: it may be loading a large policy."""
+_LOOK_S = 1.0
+"""Seconds between two looks for a server that does not answer."""
+_LOGGER = "paceline.integrations"
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SidecarSettings:
+    """What a sidecar follows, and how."""
+
+    server: str
+    rollouts: Path
+    policies: tuple[Path, ...]
+    """Where the host saves the policy; the newest checkpoint counts."""
+    training: DrafterTrainingConfig
+    drafter: Path | None = None
+    """What training starts from; None is the checkpoint that the server has loaded."""
+    out: Path | None = None
+    """Gets a copy of every drafter that is published."""
+    metrics: Path | None = None
+    """Gets a JSON line a round."""
+    share: float = 0.5
+    """Share of the time that is spent scoring and training."""
+    period_s: float = 10.0
+    rounds: int | None = None
+    """None goes on until it is interrupted."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"--share: got {self.share}; must be above 0 and at most 1: a share of the time")
+        if not self.period_s > 0:
+            raise ValueError(f"--period: got {self.period_s}; must be above 0 seconds")
+        host = urlsplit(self.server).hostname
+        if not _is_this_machine(host):
+            raise ValueError(
+                f"--server: got {self.server!r}; must be http://127.0.0.1:PORT or another address of the loopback, "
+                "because the drafter goes through this machine's shared memory: run the sidecar beside the server"
+            )
+
+
+def _is_this_machine(host: str | None) -> bool:
+    try:
+        address = ip_address(host or "")
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified  # 0.0.0.0, as servers print it, connects to this machine
+
+
+def run_sidecar(settings: SidecarSettings, context: Context) -> None:
+    """Follow the server for `settings.rounds`, or until KeyboardInterrupt, after which everything is cleaned up."""
+    wire = EngineWire(http_rpc(settings.server))
+    served = _answer(wire.drafter, ServerGoneError, context)
+    if served.problem is not None:
+        raise PacelineError(f"{settings.server}: its drafter cannot be trained: {served.problem}")
+    drafter, loaded = _checkpoint(settings.drafter, served)
+    context.report(f"{settings.server} drafts with {served.kind}, up to {served.draft_length} tokens: {drafter}")
+    updater = DrafterUpdater(wire, drafter, settings.training, draft_length=served.draft_length, loaded=loaded)
+    sidecar = _Sidecar(settings, wire, updater, drafter, context)
+    try:
+        with _told(context):
+            sidecar.run()
+    finally:
+        sidecar.close()
+
+
+def _checkpoint(given: Path | None, served: ServedDrafter) -> tuple[Path, bool]:
+    """Return the drafter to start from, and whether the server has loaded it."""
+    named = Path(served.checkpoint)
+    if given is None and not named.is_dir():
+        raise ValueError(
+            f"--drafter: got none, and the server's is {served.checkpoint!r}, which is no directory here; must be the "
+            f"directory of its checkpoint (`hf download {served.checkpoint}` prints that of one from the hub)"
+        )
+    path = given or named
+    if (kind := drafter_kind(path, key="--drafter")) != served.kind:
+        raise ValueError(f"--drafter: got {path} of kind {kind}; must be {served.kind} because the server's is")
+    return path, path.resolve() == named.resolve()
+
+
+def _answer(ask: Callable[[], Answer], patient_with: type[PacelineError], context: Context) -> Answer:
+    """Ask a server until it answers; what it is not asked again for, and what lasts too long, is raised."""
+    deadline_s, told = time.monotonic() + _PATIENCE_S, False
+    while True:
+        try:
+            return ask()
+        except patient_with as error:
+            if time.monotonic() > deadline_s:
+                raise
+            if not told:
+                context.report(f"waiting: {error}")
+                told = True
+        context.cancelled.wait(_LOOK_S)
+
+
+class _Sidecar:
+    """One server, its host's files, and the drafter between them."""
+
+    def __init__(
+        self, settings: SidecarSettings, wire: EngineWire, updater: DrafterUpdater, drafter: Path, context: Context
+    ) -> None:
+        self._settings, self._wire, self._updater, self._context = settings, wire, updater, context
+        self._drafter = drafter
+        learner = LearnerConfig(dtype=fast_precision(), microbatch_tokens=4096)
+        self._policy = PolicyStates(settings.policies, drafter, learner)
+        self._files = RolloutFiles(settings.rollouts)
+        self._reader: RolloutReader | None = None
+        self._sink = None if settings.metrics is None else JsonlSink(settings.metrics)
+        self._recorder = None if self._sink is None else Recorder(self._sink)
+        self._began_s = time.monotonic()
+        self._num_rounds = self._num_broken = self._saved_version = 0
+
+    def run(self) -> None:
+        while self._settings.rounds is None or self._num_rounds < self._settings.rounds:
+            _answer(self._wire.counters, PacelineError, self._context)
+            began_s = time.monotonic()
+            self._num_rounds += 1
+            self._round(began_s)
+            if self._updater.given_up:
+                raise PacelineError("the drafter is not trained any more; the server goes on with the one that it has")
+            spent_s = time.monotonic() - began_s
+            self._context.cancelled.wait(max(self._settings.period_s, spent_s / self._settings.share) - spent_s)
+
+    def close(self) -> None:
+        self._updater.close()
+        self._policy.close()
+        if self._sink is not None:
+            self._sink.close()
+
+    def _round(self, began_s: float) -> None:
+        settings, policy = self._settings, self._policy
+        budget_s = settings.share * settings.period_s
+        self._follow_policy()
+        loaded_s = time.monotonic()  # loading a policy is not for the budget to foresee
+        samples = [] if self._reader is None else self._files.take(self._reader)
+        documents = policy.documents(
+            samples, settings.training.buffer, seed=(0, self._num_rounds), until_s=loaded_s + budget_s / 2
+        )
+        self._updater.add(documents, policy.version)
+        scored_s = time.monotonic() - loaded_s
+        if policy.head_VD is not None:
+            self._updater.update(policy.head_VD, max(0.0, budget_s - scored_s))
+        metrics = self._updater.metrics() | {
+            "rollout/num_tokens": float(sum(sample.num_response_tokens for sample in samples)),
+            "draft/new_rollouts": float(len(samples)),
+            "draft/scored_rollouts": float(len(documents)),
+            "draft/policies_loaded": float(policy.version),
+            "draft/policy_failures": float(policy.num_failures),
+            "draft/broken_lines": float(self._files.num_broken),
+            "draft/skipped_bytes": float(self._files.num_skipped_bytes),
+            "time/logprob": scored_s,
+            "time/step": time.monotonic() - began_s,
+        }
+        self._save(int(metrics["draft/published_round"]))
+        self._record(metrics)
+
+    def _follow_policy(self) -> None:
+        policy = self._policy
+        try:
+            changed = policy.follow()
+        except Exception as error:
+            if not policy.version:
+                raise
+            self._context.report(f"a policy cannot be loaded, so the one before it is used: {error}")
+            return
+        if policy.path is None:
+            if self._num_rounds == 1:
+                looked = " and ".join(map(str, self._settings.policies))
+                self._context.report(f"waiting for a checkpoint of the policy with safetensors in {looked}")
+            return
+        if changed:
+            self._context.report(f"policy {policy.path}")
+        if self._reader is None:
+            path, config = policy.path, policy_config(policy.path)
+            preflight(self._drafter, path, kind=drafter_kind(self._drafter, key="--drafter"), max_model_len=1)
+            self._reader = RolloutReader(
+                lambda: load_tokenizer(path),
+                vocabulary=config["vocab_size"],
+                longest=config["max_position_embeddings"],
+            )
+
+    def _save(self, version: int) -> None:
+        if self._settings.out is None or version == self._saved_version:
+            return
+        provenance = Provenance(
+            policy=str(self._policy.path),
+            data=f"rollouts of {self._settings.rollouts}",
+            start=str(self._drafter),
+            num_tokens=self._updater.num_tokens,
+            seed=0,
+            rl_steps=self._policy.version,
+        )
+        self._updater.save(self._settings.out, provenance)
+        self._saved_version = version
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        if self._recorder is not None:
+            record = {"step": self._num_rounds, "time_s": time.monotonic() - self._began_s}
+            self._recorder.write("step", {**record, "metrics": metrics | self._recorder.counts})
+        if self._files.num_broken > self._num_broken:
+            self._num_broken = self._files.num_broken
+            self._context.report(f"{self._num_broken} lines are no rollouts so far; {self._files.problem}")
+        if metrics["draft/new_rollouts"] or "draft/training_s" in metrics:
+            self._context.report(f"round {self._num_rounds}: {_summary(metrics)}")
+
+
+def _summary(metrics: dict[str, float]) -> str:
+    parts = [f"{metrics['draft/new_rollouts']:.0f} new rollouts"]
+    parts += [f"accepted length {metrics['rollout/accepted_length']:.2f}"] * ("rollout/accepted_length" in metrics)
+    parts += [f"trained on {metrics['draft/tokens_trained']:,.0f} tokens"]
+    parts += [f"overlap {metrics['draft/overlap']:.3f}"] * ("draft/overlap" in metrics)
+    parts += [f"drafter {metrics['draft/published_round']:.0f}"]
+    parts += [f"{metrics['draft/failures']:.0f} failures"] * (metrics["draft/failures"] > 0)
+    return ", ".join(parts)
+
+
+class _Teller(logging.Handler):
+    """Shows a person what drafter training logs."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(logging.INFO)
+        self._context = context
+
+    def emit(self, record: logging.LogRecord) -> None:
+        why = f": {record.exc_info[1]}" if record.exc_info else ""
+        self._context.report(f"{record.getMessage()}{why}")
+
+
+@contextmanager
+def _told(context: Context) -> Iterator[None]:
+    logger, teller = logging.getLogger(_LOGGER), _Teller(context)
+    level = logger.level
+    logger.addHandler(teller)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(teller)
+        logger.setLevel(level)
