@@ -24,7 +24,8 @@ FOREVER = float("inf")
 def written(path: Path, ago_s: float) -> Path:
     """Let a checkpoint have been written so long ago."""
     for file in path.iterdir():
-        os.utime(file, (time.time() - ago_s,) * 2)
+        when_s = time.time() - ago_s
+        os.utime(file, (when_s, when_s))
     return path
 
 
