@@ -16,10 +16,10 @@ from datasets import Dataset
 from paceline import assets
 from paceline.integrations.trl import DrafterCallback, sync_over_wire, wire_clients  # Paceline, 1 of 3
 from paceline.lab.arena.task import problems, reward
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
 
-def right_answer(prompts: list[str], completions: list[str], answer: list[int], **_: object) -> list[float]:
+def right_answer(prompts: list[str], completions: list[str], answer: list[int], **_: object) -> list[float | None]:
     """TRL's form of a reward function: one value for each completion."""
     rows = zip(prompts, completions, answer, strict=True)
     return [reward(prompt, completion, {"answer": number}) for prompt, completion, number in rows]

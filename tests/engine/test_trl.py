@@ -11,25 +11,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from paceline import assets
 from paceline.drafters.checkpoint import load
 from paceline.lab.random_drafter import random_drafter
 from paceline.weights.fingerprint import fingerprint
-from serving import API_SERVER, metrics, served
+from serving import API_SERVER, complete, metrics, served
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed (requirements/trl.txt)")
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "trl" / "train.py"
 STEPS, BUDGET_S = 8, 4.0
-POLICY = "tiny"
+POLICY, PROMPT = "tiny", "start 47 (1)+8 (2)-13 =\n"
 SETTINGS = '[speculation]\nmax_draft_length = 4\ndrafter = {{kind = "eagle3", path = "{drafter}"}}\n'
 Log = list[dict[str, Any]]
 
@@ -83,18 +85,45 @@ def test_drafter_learns_along_with_a_colocated_engine(untrained: Path, tmp_path:
     check(train(tmp_path, untrained), tmp_path, untrained)
 
 
-def test_drafter_learns_along_with_a_server(untrained: Path, tmp_path: Path) -> None:
-    """Over HTTP: calls by name, the drafter and the policy through shared memory."""
-    file = tmp_path / "speculation.toml"
+@pytest.fixture(scope="module")
+def server(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("server")
+    file = directory / "speculation.toml"
     file.write_text(SETTINGS.format(drafter=untrained))
     command = [*API_SERVER, assets.policy(POLICY), "--max-model-len", "512", "--max-num-seqs", "64"]
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     variables = environment(PACELINE=str(file), VLLM_SERVER_DEV_MODE="1")
-    with served(command, env=variables, log=tmp_path / "log") as url:
-        log = train(tmp_path / "out", untrained, "--server", url)
-        shown = metrics(url)
-    check(log, tmp_path / "out", untrained)
-    assert shown["paceline_draft_version"] == log[-1]["draft/published_round"]
+    with served(command, env=variables, log=directory / "log") as url:
+        yield url
+
+
+def test_drafter_learns_along_with_a_server(server: str, untrained: Path, tmp_path: Path) -> None:
+    """Over HTTP: calls by name, the drafter and the policy through shared memory."""
+    log = train(tmp_path, untrained, "--server", server)
+    check(log, tmp_path, untrained)
+    assert metrics(server)["paceline_draft_version"] == log[-1]["draft/published_round"]
+
+
+def test_asynchronous_trainers_protocol_carries_the_policy(server: str) -> None:
+    """What TRL's AsyncGRPOTrainer calls at every sync, in its order; after it the server must say other things."""
+    from paceline.integrations.trl import WireTransfer
+
+    policy = AutoModelForCausalLM.from_pretrained(assets.policy(POLICY), dtype=torch.float32)
+    weights = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+    other = weights | {"lm_head.weight": weights["lm_head.weight"].roll(1, 0)}  # every token is another
+    transfer = WireTransfer(server)
+    transfer.init_weight_transfer()
+
+    def said_with(sent: dict[str, torch.Tensor]) -> str:
+        transfer.pause()
+        transfer.send_weights(iter(sent.items()))
+        transfer.resume()
+        answer = complete(server, model=str(assets.policy(POLICY)), prompt=PROMPT, max_tokens=12, temperature=0)
+        return answer["choices"][0]["text"]
+
+    said = said_with(weights)
+    assert said_with(other) != said == said_with(weights)
+    transfer.destroy()
 
 
 def test_trl_has_what_the_callback_relies_on() -> None:
@@ -104,7 +133,7 @@ def test_trl_has_what_the_callback_relies_on() -> None:
     from trl.generation.vllm_generation import VLLMGeneration
 
     from paceline.integrations.trl import WireClient, WireTransfer
-    from trl import GRPOTrainer
+    from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
     source = inspect.getsource(GRPOTrainer)
     for text in (

@@ -8,7 +8,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from trl import GRPOTrainer
+from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trl" / "train.py"
 

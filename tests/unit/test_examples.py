@@ -76,3 +76,15 @@ def test_gsm8k_reward_names_the_extra_that_is_missing(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ValueError, match=r"needs math-verify: pip install 'paceline\[math\]'"):
         load("examples/gsm8k/reward.py", "reward")
+
+
+def test_trl_script_marks_what_is_ours_and_its_reward_is_for_right_answers() -> None:
+    """A user of TRL must see at a glance what to copy."""
+    pytest.importorskip("trl", reason="the script is for TRL")
+    script = ROOT / "examples" / "trl" / "train.py"
+    text = script.read_text()
+    assert [text.count(f"Paceline, {number} of 3") for number in (1, 2, 3)] == [1, 1, 1]
+    example = runpy.run_path(str(script))
+    row = example["make_dataset"](1, 0)[0]
+    completions = [f" so\n ####{row['answer']}", f" so\n ####{row['answer'] + 1}"]
+    assert example["right_answer"]([row["prompt"]] * 2, completions, [row["answer"]] * 2) == [1.0, 0.0]

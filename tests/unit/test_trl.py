@@ -180,11 +180,12 @@ def test_other_ranks_do_nothing(engine: HostEngine, training: DrafterTrainingCon
 
 
 def test_client_is_lent_and_given_back() -> None:
-    stock = vllm_generation.VLLMClient
+    module: Any = vllm_generation
+    stock = module.VLLMClient
     with pytest.raises(ZeroDivisionError), wire_clients():
-        assert vllm_generation.VLLMClient is WireClient
+        assert module.VLLMClient is WireClient
         _ = 1 / 0
-    assert vllm_generation.VLLMClient is stock
+    assert module.VLLMClient is stock
 
 
 def test_colocated_sync_sends_the_policy_and_forgets_the_cache(tmp_path: Path) -> None:

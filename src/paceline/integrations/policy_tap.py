@@ -86,7 +86,7 @@ class PolicyTap:
             )
         self.policy = policy
         self._called = called or policy
-        self._layers, self._taps = layers, tuple(taps)
+        self._layers, self._taps = list(layers), tuple(taps)
         self._share, self._budget = config.step_share, config.step_mb * 2**20 / max(1, passes_per_step)
         self._with_gradient, self._temperature = with_gradient, temperature
         self._rng = np.random.default_rng(seed)

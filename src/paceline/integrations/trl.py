@@ -42,7 +42,7 @@ from paceline.integrations.raw_ratios import mismatch_metrics
 from paceline.rollout.calls import PUSH
 
 if TYPE_CHECKING:
-    from trl import GRPOTrainer
+    from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
 logger = logging.getLogger(__name__)
 TRAINING = DrafterTrainingConfig(buffer=BufferConfig(keep_versions=16, step_share=1.0))
@@ -245,12 +245,12 @@ class WireClient(VLLMClient):
 @contextmanager
 def wire_clients() -> Iterator[None]:
     """Trainers in server mode that are made in here sync their weights over the wire."""
-    stock = vllm_generation.VLLMClient
-    vllm_generation.VLLMClient = WireClient
+    module: Any = vllm_generation
+    stock, module.VLLMClient = module.VLLMClient, WireClient
     try:
         yield
     finally:
-        vllm_generation.VLLMClient = stock
+        module.VLLMClient = stock
 
 
 class WireTransfer:

@@ -67,13 +67,13 @@ def describe_drafter(worker: Any) -> dict[str, Any]:
 
     worker = _unwrapped(worker)
     speculation = worker.speculative_config
-    checkpoint = None if speculation is None else speculation.draft_model_config
-    if checkpoint is None:
+    if speculation is None or speculation.draft_model_config is None:
         return asdict(ServedDrafter(problem="this engine runs without a learned drafter"))
+    checkpoint = speculation.draft_model_config.model
     return asdict(
         ServedDrafter(
-            problem=drafter_problem(worker, inventory(checkpoint.model)),
-            checkpoint=checkpoint.model,
+            problem=drafter_problem(worker, inventory(checkpoint)),
+            checkpoint=checkpoint,
             kind=speculation.method,
             draft_length=speculation.num_speculative_tokens,
         )

