@@ -63,7 +63,9 @@ def _sidecar(options: argparse.Namespace, context: Context) -> int:
     for word in options.overrides:
         if not word.startswith(_TRAINING):
             raise ValueError(f"{word}: must begin with {_TRAINING} because a sidecar trains a drafter and nothing else")
-    config = load_config(None, ["speculation.drafter.kind=ngram", *options.overrides])
+    # All rollouts count: a tenth of their prompts is all that drafters are compared on.
+    always = ["speculation.drafter.kind=ngram", f"{_TRAINING}buffer.step_share=1.0"]
+    config = load_config(None, [*always, *options.overrides])
     assert config.speculation is not None
     settings = SidecarSettings(
         server=options.server,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -235,10 +235,10 @@ class _Sidecar:
         self._updater.save(self._settings.out, provenance)
         self._saved_version = version
 
-    def _record(self, metrics: dict[str, float]) -> None:
+    def _record(self, metrics: Mapping[str, float]) -> None:
         if self._recorder is not None:
             record = {"step": self._num_rounds, "time_s": time.monotonic() - self._began_s}
-            self._recorder.write("step", {**record, "metrics": metrics | self._recorder.counts})
+            self._recorder.write("step", {**record, "metrics": {**metrics, **self._recorder.counts}})
         if self._files.num_broken > self._num_broken:
             self._num_broken = self._files.num_broken
             self._context.report(f"{self._num_broken} lines are no rollouts so far; {self._files.problem}")
@@ -246,14 +246,21 @@ class _Sidecar:
             self._context.report(f"round {self._num_rounds}: {_summary(metrics)}")
 
 
-def _summary(metrics: dict[str, float]) -> str:
-    parts = [f"{metrics['draft/new_rollouts']:.0f} new rollouts"]
-    parts += [f"accepted length {metrics['rollout/accepted_length']:.2f}"] * ("rollout/accepted_length" in metrics)
-    parts += [f"trained on {metrics['draft/tokens_trained']:,.0f} tokens"]
-    parts += [f"overlap {metrics['draft/overlap']:.3f}"] * ("draft/overlap" in metrics)
-    parts += [f"drafter {metrics['draft/published_round']:.0f}"]
-    parts += [f"{metrics['draft/failures']:.0f} failures"] * (metrics["draft/failures"] > 0)
-    return ", ".join(parts)
+_SHOWN = {
+    "draft/new_rollouts": "{:.0f} new rollouts",
+    "rollout/accepted_length": "accepted length {:.2f}",
+    "draft/tokens_trained": "trained on {:,.0f} tokens",
+    "draft/overlap": "overlap {:.3f}",
+    "draft/published_round": "drafter {:.0f}",
+}
+"""What a person sees of a round, where it is known."""
+
+
+def _summary(metrics: Mapping[str, float]) -> str:
+    shown = [form.format(metrics[key]) for key, form in _SHOWN.items() if key in metrics]
+    if metrics["draft/failures"]:
+        shown.append(f"{metrics['draft/failures']:.0f} failures")
+    return ", ".join(shown)
 
 
 class _Teller(logging.Handler):
