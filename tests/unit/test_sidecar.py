@@ -255,6 +255,13 @@ def test_server_here_is_taken(url: str, settings: SidecarSettings) -> None:
     assert replace(settings, server=url).server == url
 
 
+@pytest.mark.parametrize("changes", [{"share": 0.0}, {"share": 1.5}, {"period_s": 0.0}, {"out": Path("/tmp")}])
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], settings: SidecarSettings) -> None:
+    """A directory that is there would be removed by the first drafter that is kept."""
+    with pytest.raises(ValueError, match=r"--(share|period|out): got"):
+        replace(settings, **changes)
+
+
 def test_command_ends_by_sigterm_and_cleans_up(server: Any, settings: SidecarSettings, tmp_path: Path) -> None:
     """Clusters end jobs so; weights and rollouts must not stay in shared memory."""
     words = ["--server", server.url, "--rollouts", settings.rollouts, "--policy", settings.policies[0]]
