@@ -90,6 +90,18 @@ def test_engine_core_answers_utility_calls_by_name() -> None:
         delattr(core.EngineCore, scheduler_door.NAME)
 
 
+def test_api_server_has_its_engine_where_our_middleware_looks() -> None:
+    import vllm.entrypoints.launchers.api_server.app_state as app_state
+    from vllm.engine.protocol import EngineClient
+    from vllm.entrypoints.serve.dev.rpc import api_router
+    from vllm.entrypoints.serve.middleware import register
+
+    assert "state.engine_client = engine_client" in inspect.getsource(app_state)
+    assert "request.app.state.engine_client" in inspect.getsource(api_router)
+    assert parameters(EngineClient.collective_rpc) == ["self", "method", "timeout", "args", "kwargs"]
+    assert "args.middleware" in inspect.getsource(register) and "isclass" in inspect.getsource(register)
+
+
 def test_statistics_have_our_fields() -> None:
     from vllm.v1.metrics.loggers import StatLoggerBase
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats

@@ -27,6 +27,7 @@ RUN_BY = {
     "certify logp": "engine/test_commands.py",
     "export drafter": "unit/test_export.py",
     "explain": "unit/test_hosts.py",
+    "sidecar": "engine/test_sidecar.py",
 }
 """The test that runs a command as users do. A bench takes too long for that: its recorded result stands for it."""
 NOT_RECORDED = {"costs": "`paceline tune` on the arena, run by engine/test_commands.py"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline import files
 from paceline.cli import main
 from paceline.files import (
     SEAL,
@@ -284,3 +285,14 @@ def test_directory_of_a_killed_process_goes_when_the_next_is_made(tmp_path: Path
     for directory in (first, second):
         directory.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_token_is_one_for_all_processes_and_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can read it can push weights into a server."""
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
+    token = files.shared_token()
+    assert len(token) >= 32 and files.shared_token() == token
+    (file,) = tmp_path.glob("paceline-*/token")
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    file.unlink()
+    assert files.shared_token() != token

@@ -51,8 +51,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer.encode())
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  its name there
         """Say nothing."""
+
+
+def _seconds_ago(seconds: float) -> tuple[float, float]:
+    when_s = time.time() - seconds
+    return when_s, when_s
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A policy that was written a while ago, and a drafter for it."""
     policy = make_policy(tmp_path_factory.mktemp("policy"))
     for file in policy.iterdir():
-        os.utime(file, (time.time() - 60,) * 2)
+        os.utime(file, times=_seconds_ago(60))
     return policy, make_drafter(policy, tmp_path_factory.mktemp("drafter") / "drafter")
 
 
@@ -233,7 +238,7 @@ def test_newer_policy_is_taken_and_a_broken_one_is_told(
                 if weights is not None:
                     (path / "config.json").write_bytes(weights)
                 for file in path.iterdir():
-                    os.utime(file, (time.time() - 30 + number,) * 2)
+                    os.utime(file, times=_seconds_ago(30 - number))
 
     lines = run(replace(settings, rounds=3), save_another)
     assert [line for line in lines if line.startswith("policy ")] == [
@@ -253,6 +258,13 @@ def test_server_elsewhere_is_refused(url: str, settings: SidecarSettings) -> Non
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://[::1]:8000", "http://0.0.0.0:8000"])
 def test_server_here_is_taken(url: str, settings: SidecarSettings) -> None:
     assert replace(settings, server=url).server == url
+
+
+@pytest.mark.parametrize("changes", [{"share": 0.0}, {"share": 1.5}, {"period_s": 0.0}, {"out": Path("/tmp")}])
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], settings: SidecarSettings) -> None:
+    """A directory that is there would be removed by the first drafter that is kept."""
+    with pytest.raises(ValueError, match=r"--(share|period|out): got"):
+        replace(settings, **changes)
 
 
 def test_command_ends_by_sigterm_and_cleans_up(server: Any, settings: SidecarSettings, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from paceline.cli.common import Commands
-from paceline.context import Context
+from paceline.context import CancelledError, Context
 
 _TRAINING = "speculation.training."
 
@@ -48,7 +48,7 @@ def add_to(commands: Commands) -> None:
         help=f"{policy}which is used; may be given again, for the checkpoint that training starts from",
     )
     add("--drafter", type=Path, metavar="DIR", help="drafter to start from (the one that the server has loaded)")
-    add("--out", type=Path, metavar="DIR", help="keep a copy of the last drafter that was pushed here")
+    add("--out", type=Path, metavar="DIR", help="keep a copy of the last drafter that was pushed; must not exist")
     add("--metrics", type=Path, metavar="FILE", help="append a JSON line with the metrics of every round to FILE")
     add("--share", type=float, default=0.5, metavar="S", help="share of the time spent on training (%(default)s)")
     add("--period", type=float, default=10.0, metavar="S", help="seconds from round to round (%(default)s)")
@@ -81,6 +81,6 @@ def _sidecar(options: argparse.Namespace, context: Context) -> int:
     )
     try:
         run_sidecar(settings, context)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, CancelledError):
         context.report("the sidecar has ended; the server goes on with the drafter that it has")
     return 0

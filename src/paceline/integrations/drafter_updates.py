@@ -158,11 +158,6 @@ class DrafterUpdater:
         """Tokens trained on."""
         return self._num_tokens
 
-    @property
-    def given_up(self) -> bool:
-        """Whether training has ended, because it failed too often."""
-        return self._given_up
-
     def _observe(self) -> None:
         """Take in what the engine has counted, and push again what it has lost."""
         totals = dict(self._wire.counters())

@@ -24,7 +24,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from paceline.config import DrafterTrainingConfig, LearnerConfig
-from paceline.context import Context
+from paceline.context import CancelledError, Context
 from paceline.devices import fast_precision
 from paceline.drafters.checkpoint import policy_config, preflight
 from paceline.drafters.export import drafter_kind
@@ -73,6 +73,8 @@ class SidecarSettings:
             raise ValueError(f"--share: got {self.share}; must be above 0 and at most 1: a share of the time")
         if not self.period_s > 0:
             raise ValueError(f"--period: got {self.period_s}; must be above 0 seconds")
+        if self.out is not None and self.out.exists():
+            raise ValueError(f"--out: got {self.out}, which exists; must be new because every drafter replaces it")
         host = urlsplit(self.server).hostname
         if not _is_this_machine(host):
             raise ValueError(
@@ -90,7 +92,7 @@ def _is_this_machine(host: str | None) -> bool:
 
 
 def run_sidecar(settings: SidecarSettings, context: Context) -> None:
-    """Follow the server for `settings.rounds`, or until KeyboardInterrupt, after which everything is cleaned up."""
+    """Follow the server for `settings.rounds`, or until it is interrupted; cleans up in any case."""
     wire = EngineWire(http_rpc(settings.server))
     served = _answer(wire.drafter, ServerGoneError, context)
     if served.problem is not None:
@@ -132,7 +134,12 @@ def _answer(ask: Callable[[], Answer], patient_with: type[PacelineError], contex
             if not told:
                 context.report(f"waiting: {error}")
                 told = True
-        context.cancelled.wait(_LOOK_S)
+        _rest(_LOOK_S, context)
+
+
+def _rest(seconds: float, context: Context) -> None:
+    if context.cancelled.wait(seconds):
+        raise CancelledError("cancelled")
 
 
 class _Sidecar:
@@ -161,7 +168,7 @@ class _Sidecar:
             if self._updater.given_up:
                 raise PacelineError("the drafter is not trained any more; the server goes on with the one that it has")
             spent_s = time.monotonic() - began_s
-            self._context.cancelled.wait(max(self._settings.period_s, spent_s / self._settings.share) - spent_s)
+            _rest(max(self._settings.period_s, spent_s / self._settings.share) - spent_s, self._context)
 
     def close(self) -> None:
         self._updater.close()
@@ -230,7 +237,7 @@ class _Sidecar:
             start=str(self._drafter),
             num_tokens=self._updater.num_tokens,
             seed=0,
-            rl_steps=self._policy.version,
+            rl_steps=self._policy.version - 1,
         )
         self._updater.save(self._settings.out, provenance)
         self._saved_version = version

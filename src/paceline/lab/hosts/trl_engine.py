@@ -14,8 +14,8 @@ def set_dtype(dtype: str) -> None:
     """
     from trl.generation import vllm_generation
 
-    engine: Any = vllm_generation.LLM
-    vllm_generation.LLM = partial(engine, dtype=dtype)
+    module: Any = vllm_generation
+    module.LLM = partial(module.LLM, dtype=dtype)
 
 
 def sync_on_cpu(trainer: Any) -> None:

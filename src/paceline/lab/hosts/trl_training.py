@@ -124,7 +124,7 @@ def _make_trainer(settings: TrainingSettings) -> Any:
 
     from paceline.lab.arena.task import problems
     from paceline.lab.hosts.trl_engine import set_dtype, sync_on_cpu
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
     set_dtype(settings.engine_dtype)
     rollouts_per_step = settings.prompts_per_step * settings.group_size
@@ -165,7 +165,7 @@ def _make_trainer(settings: TrainingSettings) -> Any:
     trainer = GRPOTrainer(
         model=settings.model,
         args=config,
-        reward_funcs=right_answer,
+        reward_funcs=cast("Any", right_answer),  # of fewer arguments than TRL's type has
         train_dataset=Dataset.from_list([{"prompt": one.prompt, "answer": one.answer} for one in prompts]),
     )
     if not settings.on_gpu:

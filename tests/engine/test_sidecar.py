@@ -1,0 +1,121 @@
+"""A sidecar beside vLLM's own API server: from an untrained drafter to one whose drafts are accepted, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from paceline import assets
+from paceline.drafters.rounds import drafter_weights
+from paceline.integrations import engine_wire
+from paceline.integrations.engine_wire import EngineWire, http_rpc
+from paceline.lab.arena.task import problems
+from paceline.lab.random_drafter import random_drafter
+from paceline.metrics import read_metrics
+from paceline.rollout.calls import COUNTERS, ENDPOINT
+from serving import API_SERVER, complete, metrics, served
+
+SETTINGS = """
+[speculation]
+max_draft_length = 4
+drafter = {{kind = "eagle3", path = "{drafter}"}}
+selector = {{kind = "fixed", draft_length = 4}}
+"""
+FLAGS = {
+    "--middleware": "paceline.rollout.endpoint.CallsEndpoint",
+    "--dtype": "float32",
+    "--max-model-len": "256",
+    "--max-num-seqs": "32",
+    "--kv-cache-memory-bytes": "200000000",
+}
+VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    url: str
+    directory: Path
+
+    def sample(self, first: int, num: int) -> tuple[float, list[dict[str, Any]]]:
+        """Accepted length while it answers arena problems, and the rollouts."""
+        tokenizer = AutoTokenizer.from_pretrained(assets.policy("tiny"))
+        prompts = [tokenizer(problem.prompt)["input_ids"] for problem in islice(problems(5), first, first + num)]
+        wire = EngineWire(http_rpc(self.url))
+        start = wire.counters()
+        answer = complete(self.url, prompt=prompts, max_tokens=100, temperature=1.0, return_token_ids=True)
+        end = wire.counters()
+        accepted, verified = (end[key] - start[key] for key in ("selector/accepted_tokens", "selector/verifications"))
+        rows = [
+            {"prompt_ids": prompts[choice["index"]], "response_ids": choice["token_ids"]}
+            for choice in answer["choices"]
+        ]
+        return 1 + accepted / verified, rows
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("server")
+    random_drafter(assets.drafter("tiny", "eagle3"), directory / "random", seed=3)
+    (directory / "speculation.toml").write_text(SETTINGS.format(drafter=directory / "random"))
+    command = [*API_SERVER, assets.policy("tiny"), *(part for flag in FLAGS.items() for part in flag)]
+    env = os.environ | VARIABLES | {"PACELINE": str(directory / "speculation.toml")}
+    with served([*command, "--enforce-eager"], env=env, log=directory / "log") as url:
+        yield Server(url=url, directory=directory)
+
+
+def test_sidecar_trains_the_servers_drafter(server: Server, tmp_path: Path) -> None:
+    """Over stock /collective_rpc. What a push changed is seen in what the server accepts, and nowhere else."""
+    before, rows = server.sample(0, 300)
+    (tmp_path / "rollouts").mkdir()
+    lines = [f"{json.dumps(row)}\n" for row in rows]
+    (tmp_path / "rollouts" / "1.jsonl").write_text("".join(lines) + "half a li")
+    words = ["--server", server.url, "--rollouts", tmp_path / "rollouts", "--policy", assets.policy("tiny")]
+    words += ["--out", tmp_path / "out", "--metrics", tmp_path / "sidecar.jsonl"]
+    words += ["--rounds", 4, "--period", 8, "--share", 1, "speculation.training.when=always"]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.cli", "sidecar", *map(str, words)],
+        env=os.environ | {"PACELINE_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [record["metrics"] for record in read_metrics(tmp_path / "sidecar.jsonl")["step"]]
+    after, _ = server.sample(300, 100)
+    print(f"accepted length {before:.2f} -> {after:.2f}\n{done.stderr}")
+    assert steps[0]["draft/new_rollouts"] == 300 and steps[-1]["draft/broken_lines"] == 0
+    assert sum(step["draft/failures"] for step in steps) == 0
+    version = EngineWire(http_rpc(server.url)).counters()["draft/version"]
+    assert version == steps[-1]["draft/published_round"] == metrics(server.url)["paceline_draft_version"] >= 1
+    assert after > before + 0.3, done.stderr
+
+
+def test_endpoint_takes_a_push_from_whoever_has_the_token(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server without dev mode is asked. The drafter of the arena must be at work afterwards."""
+    call = json.dumps({"method": COUNTERS}).encode()
+    for token in ("", "wrong"):
+        header = {"Authorization": f"Bearer {token}"}
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(urllib.request.Request(server.url + ENDPOINT, call, header), timeout=60)
+    monkeypatch.setattr(engine_wire, "_COLLECTIVE_RPC", "/not_there")
+    wire = EngineWire(http_rpc(server.url))
+    assert wire.drafter().kind == "eagle3"
+    version = int(wire.counters()["draft/version"]) + 1
+    trained = drafter_weights(assets.drafter("tiny", "eagle3") / "model.safetensors")
+    wire.push(version, trained.items(), "drafter")
+    wire.close()
+    assert wire.counters()["draft/version"] == version
+    assert server.sample(400, 50)[0] > 2
