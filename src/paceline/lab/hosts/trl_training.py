@@ -121,10 +121,10 @@ def main() -> None:
 
 def _make_trainer(settings: TrainingSettings) -> Any:
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
 
     from paceline.lab.arena.task import problems
     from paceline.lab.hosts.trl_engine import set_dtype, sync_on_cpu
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
     set_dtype(settings.engine_dtype)
     rollouts_per_step = settings.prompts_per_step * settings.group_size
