@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer.encode())
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  its name there
+    def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
 
 
