@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +14,9 @@ from safetensors.torch import load_file, save_file
 from paceline.config import BufferConfig, LearnerConfig
 from paceline.integrations.policy_states import PolicyStates, newest_policy
 from paceline.types import Sample
-from random_policy import make_drafter, make_policy
+from random_policy import aged, make_drafter, make_policy
 
 FOREVER = float("inf")
-
-
-def written(path: Path, ago_s: float) -> Path:
-    """Let a checkpoint have been written so long ago."""
-    for file in path.iterdir():
-        when_s = time.time() - ago_s
-        os.utime(file, (when_s, when_s))
-    return path
 
 
 def found(*directories: Path) -> Path | None:
@@ -41,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def copy(saved: Path, to: Path, ago_s: float) -> Path:
     shutil.copytree(saved, to)
-    return written(to, ago_s)
+    return aged(to, ago_s)
 
 
 def test_newest_checkpoint_is_found_where_trainers_put_it(saved: Path, tmp_path: Path) -> None:
@@ -68,12 +58,12 @@ def test_drafters_critics_and_unfinished_checkpoints_are_passed_over(saved: Path
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (missing / "model.safetensors.index.json").write_text(json.dumps(index))
     (copy(saved, tmp_path / "no_config", 50) / "config.json").write_text("{")
-    written(make_drafter(good, tmp_path / "drafter"), 50)
+    aged(make_drafter(good, tmp_path / "drafter"), 50)
     critic = copy(saved, tmp_path / "critic", 50)
     config = json.loads((critic / "config.json").read_text()) | {"architectures": ["Qwen3ForTokenClassification"]}
     (critic / "config.json").write_text(json.dumps(config))
     for path in (cut, missing, critic):
-        written(path, 50)
+        aged(path, 50)
     assert found(tmp_path) == good
 
 
@@ -98,7 +88,7 @@ def test_newer_policy_is_followed_and_a_bad_one_is_left(saved: Path, tmp_path: P
         second = copy(saved, run / "checkpoint-2", 50)
         weights = load_file(second / "model.safetensors")
         save_file({name: 1.5 * w for name, w in weights.items()}, second / "model.safetensors", {"format": "pt"})
-        written(second, 50)
+        aged(second, 50)
         assert states.follow() and states.path == second and states.version == 2
         (after,) = states.documents([sample], config, seed=(0,), until_s=FOREVER)
         assert not np.allclose(before.last, after.last)
@@ -106,7 +96,7 @@ def test_newer_policy_is_followed_and_a_bad_one_is_left(saved: Path, tmp_path: P
         assert torch.equal(states.head_VD, 1.5 * weights["model.embed_tokens.weight"])
         bad = copy(saved, run / "checkpoint-3", 10)
         save_file({"strange": torch.zeros(1)}, bad / "model.safetensors", {"format": "pt"})
-        written(bad, 10)
+        aged(bad, 10)
         with pytest.raises(ValueError, match="checkpoint-3"):
             states.follow()
         assert not states.follow(), "told once"

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,7 +29,7 @@ from paceline.metrics import read_metrics
 from paceline.sessions import sidecar
 from paceline.sessions.sidecar import SidecarSettings, run_sidecar
 from paceline.types import PacelineError
-from random_policy import VOCABULARY, make_drafter, make_policy
+from random_policy import VOCABULARY, aged, make_drafter, make_policy
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -55,17 +54,10 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def _seconds_ago(seconds: float) -> tuple[float, float]:
-    when_s = time.time() - seconds
-    return when_s, when_s
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A policy that was written a while ago, and a drafter for it."""
-    policy = make_policy(tmp_path_factory.mktemp("policy"))
-    for file in policy.iterdir():
-        os.utime(file, times=_seconds_ago(60))
+    policy = aged(make_policy(tmp_path_factory.mktemp("policy")), 60)
     return policy, make_drafter(policy, tmp_path_factory.mktemp("drafter") / "drafter")
 
 
@@ -237,8 +229,7 @@ def test_newer_policy_is_taken_and_a_broken_one_is_told(
                 shutil.copytree(checkpoints[0], path)
                 if weights is not None:
                     (path / "config.json").write_bytes(weights)
-                for file in path.iterdir():
-                    os.utime(file, times=_seconds_ago(30 - number))
+                aged(path, 30 - number)
 
     lines = run(replace(settings, rounds=3), save_another)
     assert [line for line in lines if line.startswith("policy ")] == [
