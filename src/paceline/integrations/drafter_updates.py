@@ -76,14 +76,15 @@ class DrafterUpdater:
         self._differences = Differences()
         self._failures: Counter[str] = Counter()
         self._told: set[str] = set()
-        self._given_up = False
+        self.given_up = False
+        """Whether failures have ended training."""
         self._step: dict[str, float] = {}
         """Metrics since they were last taken."""
 
     def add(self, documents: Sequence[Document], version: int) -> None:
         """Keep rollouts of this version of the policy, with its hidden states."""
         with self._contained("add"):
-            if self._given_up:
+            if self.given_up:
                 return
             if self._buffer is None:
                 self._directory = OwnedDirectory(self._config.buffer.directory / f"paceline-{os.getuid()}")
@@ -162,12 +163,12 @@ class DrafterUpdater:
             self._step["rollout/accepted_length"] = accepted_length
             self._drift.observe(accepted_length, new["selector/step_s"])
             self._observed = True
-        if version != self._version and not self._given_up:
+        if version != self._version and not self.given_up:
             self._push(self._start(), self._published, after=max(version, self._version))
 
     def _wanted(self) -> bool:
         worth_it = self._config.when == "always" or not self._observed or self._drift.decide().train
-        return worth_it and not self._given_up and self._buffer is not None
+        return worth_it and not self.given_up and self._buffer is not None
 
     def _start(self) -> Drafter:
         """Load the drafter to compare with, and to publish."""
@@ -256,8 +257,8 @@ class DrafterUpdater:
             if what not in self._told:
                 self._told.add(what)
                 logger.exception("drafter training failed (%s); the engine goes on with the drafter that it has", what)
-            if self._failures[what] == _MAX_FAILURES and not self._given_up:
-                self._given_up = True
+            if self._failures[what] == _MAX_FAILURES and not self.given_up:
+                self.given_up = True
                 logger.warning("drafter training is given up after %d failures in a row (%s)", _MAX_FAILURES, what)
         else:
             self._failures[what] = 0

@@ -134,6 +134,8 @@ class DrafterCallback(TrainerCallback):
         self._updater.add(self._tap.take(), step)
         self._updater.update(self._tap.head_VD, self._budget_s)
         self._log(self._updater.metrics() | {"draft/hand_over_failures": float(self._tap.num_failures)})
+        if self._updater.given_up:
+            self._tap.close()  # nobody needs more hidden states
 
     def _log_ratios(self) -> None:
         """Log raw ratios of the rollouts that this rank has generated last, once."""
