@@ -6,7 +6,7 @@ import pytest
 
 from paceline.cli.common import CONFIGS
 from paceline.config import load_config
-from paceline.lab.bench.peers import _SETTINGS, PeerRun, average, compare, trl_settings
+from paceline.lab.bench.peers import _SETTINGS, BUDGET_S, PeerRun, average, compare, is_late, trl_settings
 from paceline.lab.bench.step import WARMUP
 from paceline.lab.hosts.trl_training import StepTimes, right_answer
 
@@ -52,6 +52,12 @@ def test_microbatch_divides_the_batch():
         config = load_config(CONFIGS / "arena.toml", [*_SETTINGS, *settings])
         microbatch = trl_settings(config, Path("policy"), Path("out")).microbatch
         assert 1 <= microbatch <= 8 and prompts * group_size % microbatch == 0
+
+
+def test_first_seed_is_always_trained_and_no_later_one_in_vain():
+    """A slow machine gets one seed instead of an error; without a limit it would take hours."""
+    assert not is_late(0, 1e9)
+    assert not is_late(1, 0.49 * BUDGET_S) and is_late(1, 0.51 * BUDGET_S) and is_late(2, 0.67 * BUDGET_S)
 
 
 def test_step_tells_what_generation_took_of_it():
