@@ -6,7 +6,8 @@ import pytest
 
 from paceline.cli.common import CONFIGS
 from paceline.config import load_config
-from paceline.lab.bench.peers import _SETTINGS, BUDGET_S, PeerRun, average, compare, is_late, trl_settings
+from paceline.context import Context
+from paceline.lab.bench.peers import _SETTINGS, BUDGET_S, PeerRun, average, compare, is_late, run, trl_settings
 from paceline.lab.bench.step import WARMUP
 from paceline.lab.hosts.trl_training import StepTimes, right_answer
 
@@ -32,6 +33,13 @@ def test_first_steps_of_trl_do_not_count():
     slow = {"step_s": 100.0, "generation_s": 90.0, "sync_s": 9.0, "num_tokens": 1.0}
     counted = {"step_s": 4.0, "generation_s": 3.0, "sync_s": 0.5, "num_tokens": 50.0}
     assert average([slow] * WARMUP + [counted, counted]) == PeerRun(**counted)
+
+
+def test_run_without_a_counted_step_is_refused_before_anything_starts(tmp_path: Path):
+    context = Context(report=lambda line: None, cache_root=tmp_path)
+    with pytest.raises(ValueError, match="run.steps: got 3"):
+        run(context=context, config_file=CONFIGS / "arena.toml", environ={}, overrides=[f"run.steps={WARMUP}"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_override_holds_for_both_arms():

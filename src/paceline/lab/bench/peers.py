@@ -86,6 +86,9 @@ def run(
     """Train both arms once per seed, by turns; with fewer seeds where time is short."""
     before, began_s = CpuTimes.now(), time.monotonic()
     settings = [*_SETTINGS, f"rollout.engine.dtype={fast_precision()}", *overrides]
+    resolved = load_config(config_file, settings)
+    if resolved.run.steps <= WARMUP:
+        raise ValueError(f"run.steps: got {resolved.run.steps}; must be above {WARMUP}, because those are not counted")
     site = trl_site(context)
     runs: dict[str, list[PeerRun]] = {arm: [] for arm in ARMS}
     versions: Mapping[str, str] = {}
@@ -106,13 +109,12 @@ def run(
                 f"{one.sync_s:.2f} s sync; {one.num_tokens:.0f} tokens"
             )
     figures, spread, details = compare(runs)
-    config = load_config(config_file, settings)
     return Result(
         name="peers",
         figures=figures,
         spread=spread,
         goals={"generation_over_trl": (">=", 2.5), "rest_of_step_over_trl": ("<=", 1.0)},
-        environment=environment(seeds=seeds, config=config.model_dump(mode="json") | {"trl": dict(versions)}),
+        environment=environment(seeds=seeds, config=resolved.model_dump(mode="json") | {"trl": dict(versions)}),
         details={
             "warmup_steps": WARMUP,
             "microbatch_trl": MICROBATCH,
