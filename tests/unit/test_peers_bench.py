@@ -6,7 +6,8 @@ import pytest
 
 from paceline.cli.common import CONFIGS
 from paceline.config import load_config
-from paceline.lab.bench.peers import _SETTINGS, PeerRun, average, compare, trl_settings
+from paceline.context import Context
+from paceline.lab.bench.peers import _SETTINGS, BUDGET_S, PeerRun, average, compare, is_late, run, trl_settings
 from paceline.lab.bench.step import WARMUP
 from paceline.lab.hosts.trl_training import StepTimes, right_answer
 
@@ -34,6 +35,13 @@ def test_first_steps_of_trl_do_not_count():
     assert average([slow] * WARMUP + [counted, counted]) == PeerRun(**counted)
 
 
+def test_run_without_a_counted_step_is_refused_before_anything_starts(tmp_path: Path):
+    context = Context(report=lambda line: None, cache_root=tmp_path)
+    with pytest.raises(ValueError, match="run.steps: got 3"):
+        run(context=context, config_file=CONFIGS / "arena.toml", environ={}, overrides=[f"run.steps={WARMUP}"])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_override_holds_for_both_arms():
     """Arms with different work would be compared."""
     changed = ["run.steps=4", "run.seed=2", "data.seed=5", "rollout.prompts_per_step=2", "rollout.group_size=3"]
@@ -52,6 +60,12 @@ def test_microbatch_divides_the_batch():
         config = load_config(CONFIGS / "arena.toml", [*_SETTINGS, *settings])
         microbatch = trl_settings(config, Path("policy"), Path("out")).microbatch
         assert 1 <= microbatch <= 8 and prompts * group_size % microbatch == 0
+
+
+def test_first_seed_is_always_trained_and_no_later_one_in_vain():
+    """A slow machine gets one seed instead of an error; without a limit it would take hours."""
+    assert not is_late(0, 1e9)
+    assert not is_late(1, 0.49 * BUDGET_S) and is_late(1, 0.51 * BUDGET_S) and is_late(2, 0.67 * BUDGET_S)
 
 
 def test_step_tells_what_generation_took_of_it():

@@ -46,6 +46,8 @@ ACTIVE, MANY_ACTIVE = 8, 16
 WARMUP = 2
 """Pairs of batches of each size that are not counted."""
 KV_CACHE_GB = 2
+BUDGET_S = 28 * 60
+"""No counted pair but the first of its size is begun that would end later than this after the start."""
 _SETTLE_S = 0.5
 """Pause before a turn: threads of the engine that rests spin for a moment after their last step."""
 
@@ -63,8 +65,8 @@ def run(
     max_tokens: int = 256,
     seed: int = 0,
 ) -> Result:
-    """Time `repetitions` pairs of batches of each size, after some that are not counted."""
-    before = CpuTimes.now()
+    """Time `repetitions` pairs of batches of each size, after some that are not counted; fewer where time is short."""
+    before, began_s = CpuTimes.now(), time.monotonic()
     model_path = resolve_policy(model, context)
     settings = GenerationSettings(
         model=str(model_path), dtype=fast_precision(), max_model_len=768, max_num_seqs=MANY_ACTIVE, speculates=False
@@ -73,9 +75,9 @@ def run(
     with _hosts(settings, drafter, environ, context) as (hosts, versions):
         ridges = [_ridge(hosts["plain"], model_path, seed + 1 + number) for number in range(3)]
         pairs: dict[int, list[Pair]] = {}
-        for active in (ACTIVE, MANY_ACTIVE):
+        for active, share in ((ACTIVE, 0.5), (MANY_ACTIVE, 1.0)):
             batches = siblings(model_path, num_batches=WARMUP + repetitions, num_groups=active // GROUP_SIZE, seed=seed)
-            pairs[active] = _measure(hosts, batches, max_tokens, context)[WARMUP:]
+            pairs[active] = _measure(hosts, batches, max_tokens, began_s + share * BUDGET_S, context)[WARMUP:]
     figures, spread, details = compare(pairs)
     figures["ridge_tokens"], spread["ridge_tokens"] = middle([ridge["tokens"] for ridge in ridges])
     subject = {"model": model, "drafter": "eagle3", "max_tokens": max_tokens, "group_size": GROUP_SIZE, **versions}
@@ -142,10 +144,13 @@ def siblings(model_path: Path, *, num_batches: int, num_groups: int, seed: int) 
 
 
 def _measure(
-    hosts: Mapping[str, HostProcess], batches: Sequence[Prompts], max_tokens: int, context: Context
+    hosts: Mapping[str, HostProcess], batches: Sequence[Prompts], max_tokens: int, until_s: float, context: Context
 ) -> list[Pair]:
     found: list[Pair] = []
     for number, prompts in enumerate(batches):
+        longest_s = max((sum(batch.seconds for batch in pair.values()) for pair in found), default=0.0)
+        if number > WARMUP and time.monotonic() + longest_s > until_s:
+            break
         pair = {arm: _generate(hosts[arm], prompts, max_tokens) for arm in (ARMS if number % 2 else reversed(ARMS))}
         found.append(pair)
         context.progress(

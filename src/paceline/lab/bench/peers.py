@@ -18,6 +18,7 @@ of runs of one seed, and the first steps, in which selectors and caches warm up,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import gcd
@@ -42,10 +43,14 @@ from paceline.sessions.workloads import resolve_policy
 ARMS = ("trl", "paceline")
 MICROBATCH = 8
 """Most rollouts in a pass of TRL's learner, padded to the longest of the step; as many as divide the batch."""
+BUDGET_S = 32 * 60
+"""No seed but the first is begun that would end later than this after the start."""
 _SETTINGS = (
-    "run.steps=13",
+    "run.steps=11",
     "run.checkpoint_every=0",
     "run.sinks=[]",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=8",
     "rollout.engine.compile=true",  # as TRL's
     "objective.drop_uniform_groups=false",  # as TRL, which trains on all
     "correction.kind=token-tis",
@@ -78,13 +83,20 @@ def run(
     overrides: Sequence[str] = (),
     seeds: Sequence[int] = (0, 1, 2),
 ) -> Result:
-    """Train both arms once per seed, by turns."""
-    before = CpuTimes.now()
+    """Train both arms once per seed, by turns; with fewer seeds where time is short."""
+    before, began_s = CpuTimes.now(), time.monotonic()
     settings = [*_SETTINGS, f"rollout.engine.dtype={fast_precision()}", *overrides]
+    resolved = load_config(config_file, settings)
+    if resolved.run.steps <= WARMUP:
+        raise ValueError(f"run.steps: got {resolved.run.steps}; must be above {WARMUP}, because those are not counted")
     site = trl_site(context)
     runs: dict[str, list[PeerRun]] = {arm: [] for arm in ARMS}
     versions: Mapping[str, str] = {}
     for turn, seed in enumerate(seeds):
+        if is_late(turn, time.monotonic() - began_s):
+            context.progress(f"time is up after {turn} of {len(seeds)} seeds")
+            seeds = seeds[:turn]
+            break
         config = load_config(config_file, [*settings, f"run.seed={seed}"])
         for arm in reversed(ARMS) if turn % 2 else ARMS:
             if arm == "trl":
@@ -97,13 +109,12 @@ def run(
                 f"{one.sync_s:.2f} s sync; {one.num_tokens:.0f} tokens"
             )
     figures, spread, details = compare(runs)
-    config = load_config(config_file, settings)
     return Result(
         name="peers",
         figures=figures,
         spread=spread,
         goals={"generation_over_trl": (">=", 2.5), "rest_of_step_over_trl": ("<=", 1.0)},
-        environment=environment(seeds=seeds, config=config.model_dump(mode="json") | {"trl": dict(versions)}),
+        environment=environment(seeds=seeds, config=resolved.model_dump(mode="json") | {"trl": dict(versions)}),
         details={
             "warmup_steps": WARMUP,
             "microbatch_trl": MICROBATCH,
@@ -112,6 +123,11 @@ def run(
             "machine": meanwhile(before),
         },
     )
+
+
+def is_late(num_done: int, elapsed_s: float) -> bool:
+    """Whether another seed would end after the budget, at the pace so far. The first never does."""
+    return num_done > 0 and elapsed_s * (num_done + 1) / num_done > BUDGET_S
 
 
 def _train_ours(config: Config, context: Context) -> PeerRun:
