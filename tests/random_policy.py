@@ -38,11 +38,11 @@ def make_policy(path: Path, *, hidden_size: int = 64, seed: int = 0, vocabulary:
     return path
 
 
-def make_mtp_policy(path: Path, *, step: int, right_heads: bool) -> Path:
+def make_mtp_policy(path: Path, *, step: int, noise: float = 0.0) -> Path:
     """Write a policy with MTP heads, which transformers reads as Qwen2 and vLLM as MiMo.
 
-    Its embedding is random and its layers add nothing. After token i it likes i + `step` best. Right heads say the same
-    as long as they have its embedding and output head; other heads see the token through a random matrix."""
+    Its embedding is random and its layers add nothing. After token i it likes i + `step` best. Without `noise` in
+    what they see the heads say the same, as long as they have its embedding and output head."""
     import torch
     from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -71,7 +71,7 @@ def make_mtp_policy(path: Path, *, step: int, right_heads: bool) -> Path:
     heads = dict(model.model.layers[0].state_dict())
     heads |= {f"{name}_layernorm.weight": torch.ones(64) for name in ("token", "hidden", "final")}
     # Reads the policy's hidden state and the embedding of the token that follows.
-    heads["input_proj.weight"] = torch.eye(64, 128).roll(64, 1) if right_heads else torch.randn(64, 128)
+    heads["input_proj.weight"] = torch.eye(64, 128).roll(64, 1) + noise * torch.randn(64, 128)
     weights = dict(model.state_dict()) | {f"model.mtp_layers.0.{name}": weight for name, weight in heads.items()}
     save_file({name: weight.clone() for name, weight in weights.items()}, path / "model.safetensors", {"format": "pt"})
     written = json.loads((path / "config.json").read_text())

@@ -133,8 +133,8 @@ def test_push_of_a_policy_with_heads_brings_them_and_what_they_share_with_it(
 ) -> None:
     """The heads that come are right for the policy that comes, and for no other embedding or output head: whichever of
     the three stayed behind, drafts would be wrong. The learner does not train heads, and sends them all the same."""
-    wrong = make_mtp_policy(tmp_path / "wrong", step=5, right_heads=False)
-    right = make_mtp_policy(tmp_path / "right", step=7, right_heads=True)
+    wrong = make_mtp_policy(tmp_path / "wrong", step=5, noise=1.0)
+    right = make_mtp_policy(tmp_path / "right", step=7)
     before, after = said_by(wrong), said_by(right)
     assert before != after
     with speculating(wrong, engine_config, runner, {"method": "mtp"}) as speaker:
@@ -158,7 +158,7 @@ def test_push_of_a_policy_with_heads_brings_them_and_what_they_share_with_it(
 
 
 def test_quick_certificate_of_heads_finds_no_fault(tmp_path: Path) -> None:
-    path = make_mtp_policy(tmp_path / "policy", step=11, right_heads=True)
+    path = make_mtp_policy(tmp_path / "policy", step=11, noise=0.05)
     engine = {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 32, "kv_cache_gb": 0.05}
     settings = {"method": "mtp", "draft_sample_method": "probabilistic"}
     config = Config(
@@ -169,3 +169,4 @@ def test_quick_certificate_of_heads_finds_no_fault(tmp_path: Path) -> None:
     result = certify(path, prompts, config, context=make_context(), effort=replace(QUICK, samples_per_prompt=96))
     assert result.details["failed"] == [], result.figures
     assert result.figures["drafted_tokens"] > 1000 and result.figures["accepted_length"] > 2
+    assert {f"logp_max_abs_{kind}" for kind in ("accepted", "recovered", "bonus")} <= result.figures.keys()

@@ -118,7 +118,7 @@ def test_draft_model_that_is_not_there_and_heads_that_are_not_there_are_told_bef
     tmp_path: Path,
 ) -> None:
     """vLLM says `Unsupported speculative method: 'mtp'` of a policy without heads."""
-    policy, heads = make_policy(tmp_path / "plain"), make_mtp_policy(tmp_path / "mtp", step=5, right_heads=True)
+    policy, heads = make_policy(tmp_path / "plain"), make_mtp_policy(tmp_path / "mtp", step=5)
     with pytest.raises(ValueError, match=r"settings\.model: got '.*nothing'; must be a directory"):
         check_drafter(speculation(method="draft_model", model=str(tmp_path / "nothing")), policy, ENGINE)
     with pytest.raises(ValueError, match=r"settings\.method: got 'mtp' with .*plain, whose config\.json names no MTP"):
@@ -170,7 +170,7 @@ def learner_of(path: Path) -> FsdpLearner:
 
 def test_learner_sends_and_saves_the_heads_that_it_does_not_train(tmp_path: Path) -> None:
     """Without them an engine refuses every push, and no engine could draft with the checkpoint of a run."""
-    path = make_mtp_policy(tmp_path / "mtp", step=5, right_heads=True)
+    path = make_mtp_policy(tmp_path / "mtp", step=5)
     stored = load_file(path / "model.safetensors")
     learner = learner_of(path)
     try:
@@ -188,7 +188,7 @@ def test_learner_sends_and_saves_the_heads_that_it_does_not_train(tmp_path: Path
 
 def test_engines_in_fp8_are_refused_for_a_policy_with_heads(tmp_path: Path) -> None:
     """The sender would promise codes of layers that the policy does not have: every engine would be given up."""
-    path = make_mtp_policy(tmp_path / "mtp", step=5, right_heads=True)
+    path = make_mtp_policy(tmp_path / "mtp", step=5)
     actor = LearnerActor(0)
     engine = EngineConfig(weights="fp8")
     with pytest.raises(PacelineError, match=r"^rollout\.engine\.weights: got 'fp8' with .*mtp_layers"):
