@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from drafter_cases import make_documents, make_drafter, make_head
 from host_engine import DRAFT_LENGTH, HostEngine
 from paceline.config import BufferConfig, DrafterTrainingConfig, DriftConfig
 from paceline.drafters.checkpoint import save
+from paceline.drafters.drift import Verdict
 from paceline.drafters.provenance import Provenance, read_provenance
 from paceline.drafters.trainer import DrafterTrainer
 from paceline.integrations import drafter_updates
@@ -141,9 +142,20 @@ def test_engine_that_started_anew_gets_the_published_drafter_again(
 
 @pytest.mark.parametrize("trouble", ["refused", "forged", "gone"])
 def test_failed_pushes_are_counted_told_once_and_end_training(
-    trouble: str, engine: HostEngine, tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+    trouble: str,
+    engine: HostEngine,
+    tmp_path: Path,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """None of them may end the host's run, and none may count as published."""
+
+    def better(judged: object, states: Iterable[object], *_: object, **__: object) -> Verdict:
+        assert len(list(states)) == 2
+        return Verdict(publish=True, why="planted", before=1.0, after=1.1)
+
+    monkeypatch.setattr(drafter_updates, "compare", better)  # real training is not better in every round
     updater = make_updater(engine, tmp_path, when="always", round_tokens=2000)
     if trouble == "refused":
         engine.refuse = "drafter: planted"
