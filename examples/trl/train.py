@@ -42,6 +42,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", default=str(assets.policy("small")))
     parser.add_argument("--drafter", default=str(assets.drafter("small", "eagle3")))
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--budget", type=float, default=2.0, help="seconds of drafter training a step")
     parser.add_argument("--server", help="address of a vLLM server; without it the engine is in this process")
     parser.add_argument("--seed", type=int, default=0)
@@ -59,7 +60,7 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         per_device_train_batch_size=64,
         num_generations=8,
         max_completion_length=160,
-        learning_rate=1e-5,
+        learning_rate=options.learning_rate,
         logging_steps=1,
         save_strategy="no",
         report_to="none",

@@ -51,7 +51,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(out: Path, drafter: Path, *options: str) -> Log:
     """TRL's log of every step."""
     command = [sys.executable, EXAMPLE, "--model", assets.policy(POLICY), "--drafter", drafter, "--out", out]
-    command += ["--steps", str(STEPS), "--budget", str(BUDGET_S), *options]
+    command += ["--steps", str(STEPS), "--budget", str(BUDGET_S), "--learning-rate", "1e-4", *options]
     done = subprocess.run(
         list(map(str, command)), env=environment(), capture_output=True, text=True, timeout=600, check=False
     )
@@ -66,14 +66,15 @@ def check(log: Log, out: Path, drafter: Path) -> None:
     assert [step["step"] for step in log] == list(range(1, STEPS + 1))
     failures = ("draft/failures", "draft/hand_over_failures", "draft/restore_failures", "selector/failures")
     assert [(key, step[key]) for step in log for key in (*failures, "draft/restored") if step[key]] == []
-    # Sampling and scoring of the same policy: a stale engine would show within a step or two.
-    assert max(step["mismatch/k3"] for step in log) < 1e-3 and max(step["mismatch/max_abs"] for step in log) < 0.5
+    # The engine computes in bfloat16, TRL in float32. With this learning rate a policy that did not arrive shows.
+    gaps = [step["mismatch/k3"] for step in log]
+    assert max(gaps) < 0.01, gaps
     assert all("sampling/sampling_logp_difference/max" in step for step in log), "TRL's own stand beside ours"
     spent_s = [step["draft/training_s"] for step in log if "draft/training_s" in step]
     assert sum(spent_s) < (len(spent_s) + 2) * BUDGET_S, spent_s
     verdicts = [step for step in log if "draft/heldout_after" in step]
     assert verdicts and log[-1]["draft/published_round"] >= 1, log[-1]
-    assert verdicts[-1]["draft/heldout_after"] > 1.3, "an untrained drafter has 1.0"
+    assert verdicts[-1]["draft/heldout_after"] > 1.1 * verdicts[0]["draft/heldout_before"], verdicts
     assert log[-1]["draft/overlap"] > 1.5 * log[0]["draft/overlap"]
     saved, start = load(out / "drafter").state_dict(), load(drafter).state_dict()
     assert saved.keys() == start.keys() and fingerprint(saved["fc.weight"]) != fingerprint(start["fc.weight"])
