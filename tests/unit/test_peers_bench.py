@@ -37,7 +37,7 @@ def test_first_steps_of_trl_do_not_count():
 
 def test_run_without_a_counted_step_is_refused_before_anything_starts(tmp_path: Path):
     context = Context(report=lambda line: None, cache_root=tmp_path)
-    with pytest.raises(ValueError, match="run.steps: got 3"):
+    with pytest.raises(ValueError, match=r"run\.steps: got 3"):
         run(context=context, config_file=CONFIGS / "arena.toml", environ={}, overrides=[f"run.steps={WARMUP}"])
     assert list(tmp_path.iterdir()) == []
 
