@@ -133,8 +133,9 @@ def check_drafter(config: SpeculationConfig, model_path: Path, engine: EngineCon
 def why_whole(speculative: Mapping[str, Any]) -> str | None:
     """Why vLLM cannot shorten what is drafted by its `speculative_config`, or None if it can.
 
-    Its V1 runner has asserts that no other length is asked for, and cuts the rows of parallel drafts by the length that
-    is asked for though they have the full one: the engine would die at the first step. V2 has none of these methods.
+    Its V1 runner asserts for some methods that no other length is asked for, and cuts the rows of parallel drafts by
+    the length that is asked for though they have the full one: the engine would die at the first step. Of these methods
+    V2 has ngram_gpu alone.
     """
     method = speculative.get("method")
     if method in ("medusa", "suffix", "ngram_gpu"):
