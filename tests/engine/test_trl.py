@@ -67,7 +67,8 @@ def check(log: Log, out: Path, drafter: Path) -> None:
     assert [step["step"] for step in log] == list(range(1, STEPS + 1))
     failures = ("draft/failures", "draft/hand_over_failures", "draft/restore_failures", "selector/failures")
     assert [(key, step[key]) for step in log for key in (*failures, "draft/restored") if step[key]] == []
-    # The engine computes in bfloat16, TRL in float32. With this learning rate a policy that did not arrive shows.
+    # The engine rounds TRL's float32 weights to bfloat16 and computes in it, which alone makes 1e-4 at the start and up
+    # to 1e-3 later. With this learning rate a policy that did not arrive shows.
     gaps = [step["mismatch/k3"] for step in log]
     assert max(gaps) < 0.01, gaps
     assert all("sampling/sampling_logp_difference/max" in step for step in log), "TRL's own stand beside ours"
