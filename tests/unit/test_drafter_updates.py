@@ -140,6 +140,27 @@ def test_engine_that_started_anew_gets_the_published_drafter_again(
     updater.close()
 
 
+@pytest.mark.parametrize(("after", "goes_on"), [(1.005, True), (0.995, False)])
+def test_drafter_that_gains_less_than_noise_is_trained_on(
+    after: float, goes_on: bool, engine: HostEngine, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An untrained drafter gains little at first, and would be given up for good on a slow machine."""
+
+    def judged(judged: object, states: Iterable[object], *_: object, **__: object) -> Verdict:
+        assert len(list(states)) == 2
+        return Verdict(publish=False, why="not better", before=1.0, after=after)
+
+    monkeypatch.setattr(drafter_updates, "compare", judged)
+    updater = make_updater(engine, tmp_path)
+    trained = []
+    for _ in range(2):
+        engine.generate(1.1)
+        updater.update(make_head(), budget_s=30)
+        trained.append(updater.metrics()["draft/tokens_trained"])
+    assert (trained[1] > trained[0] > 0) == goes_on
+    updater.close()
+
+
 @pytest.mark.parametrize("trouble", ["refused", "forged", "gone"])
 def test_failed_pushes_are_counted_told_once_and_end_training(
     trouble: str,

@@ -80,6 +80,8 @@ class DrafterUpdater:
         """What was spent beyond the budget so far."""
         self._drift = DriftMonitor(config.drift)
         self._observed = False
+        self._on_its_way = False
+        """The last candidate was better, by less than noise: untrained drafters begin so."""
         self._totals: Mapping[str, float] = {}
         self._differences = Differences()
         self._failures: Counter[str] = Counter()
@@ -175,7 +177,8 @@ class DrafterUpdater:
             self._push(self._start(), self._published, after=max(version, self._version))
 
     def _wanted(self) -> bool:
-        worth_it = self._config.when == "always" or not self._observed or self._drift.decide().train
+        always = self._config.when == "always" or not self._observed or self._on_its_way
+        worth_it = always or self._drift.decide().train
         return worth_it and not self.given_up and self._buffer is not None
 
     def _start(self) -> Drafter:
@@ -235,6 +238,7 @@ class DrafterUpdater:
             return  # the next steps bring more held-out rollouts
         self._step |= verdict.metrics()
         self._num_rounds, self._fresh_tokens = self._num_rounds + 1, 0
+        self._on_its_way = verdict.after > verdict.before and not verdict.publish
         logger.info("drafter round %d: %s", self._num_rounds, _told(verdict))
         publish_s = self._push(judged, candidate, after=self._version) if verdict.publish else 0.0
         if not verdict.after >= verdict.before:  # worse, or not a number

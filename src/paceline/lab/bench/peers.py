@@ -6,9 +6,9 @@
 Both arms are GRPO on the arena with one optimizer step a batch, every group trained on, clipped alike and corrected by
 truncated importance weights of tokens. They have the same vLLM, PyTorch and cores, engines compiled and in the
 precision that is fastest here, float32 learners, and the same prompts in the same steps. TRL's settings follow from our
-config, so an override holds for both; beyond those it has no gradient checkpointing and `microbatch` rollouts in a
-pass, which makes it faster here than its defaults do. The arms take turns, in another order for each seed; ratios are
-of runs of one seed, and the first steps, in which selectors and caches warm up, do not count.
+config, so an override holds for both; beyond those it has no gradient checkpointing, which would slow it down, and
+`microbatch` rollouts in a pass. The arms take turns, in another order for each seed; ratios are of runs of one seed,
+and the first steps, in which selectors and caches warm up, do not count.
 
     generation_over_trl     seconds of generation for a token, TRL's over ours; median of the seeds
     rest_of_step_over_trl   seconds of a step outside of generation, weight sync included, ours over TRL's

@@ -154,7 +154,7 @@ def _make_trainer(settings: TrainingSettings) -> Any:
         vllm_max_model_length=settings.max_model_len,
         model_init_kwargs={"dtype": "float32"},
         bf16=settings.learner_dtype == "bfloat16",
-        gradient_checkpointing=False,  # a third faster, and there is memory enough
+        gradient_checkpointing=False,  # there is memory enough
         shuffle_dataset=False,  # prompts in the order of our loop
         use_cpu=not settings.on_gpu,
         save_strategy="no",
