@@ -222,7 +222,7 @@ def test_budget_holds_on_average(engine: HostEngine, tmp_path: Path, clock: Cloc
 def test_drafter_that_holds_is_not_trained(engine: HostEngine, tmp_path: Path, clock: Clock) -> None:
     """marin issue 9114: a frozen drafter may hold for dozens of steps, and training it would be lost time."""
     updater = make_updater(engine, tmp_path, drift=DriftConfig(heldout_tokens=200, noise=10.0))
-    for _ in range(2):
+    for _ in range(5):
         engine.generate(2.0)
         updater.update(make_head(), budget_s=25)
     trained = updater.metrics()["draft/tokens_trained"]
