@@ -173,7 +173,7 @@ def test_server_that_started_again_gets_the_drafter_anew(server: Any, settings: 
 
     with pytest.raises(KeyboardInterrupt):
         run(replace(settings, rounds=None), restart_once)
-    assert restarted and engine.weights and engine.version == 2
+    assert restarted and engine.weights and engine.version >= 2
 
 
 def test_server_that_does_not_answer_is_waited_for(
