@@ -8,21 +8,10 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+from paceline.lab.hosts.trl_engine import sync_on_cpu
 from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trl" / "train.py"
-
-
-def sync_by_reload(trainer: GRPOTrainer) -> None:
-    """What TRL lacks on the CPU, where vLLM has packed the parameters that it writes into."""
-    generation: Any = trainer.vllm_generation
-
-    def sync_weights() -> None:
-        weights = list(generation._iter_named_params())
-        generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        generation.llm.reset_prefix_cache()
-
-    generation.sync_weights = sync_weights
 
 
 def main() -> None:
@@ -34,7 +23,7 @@ def main() -> None:
         reward_funcs=example["right_answer"],
         train_dataset=example["make_dataset"](4096, options.seed),
     )
-    sync_by_reload(trainer)
+    sync_on_cpu(trainer)
     trainer.train()
     trainer.save_state()
     client: Any = trainer.vllm_generation.llm.llm_engine.engine_core

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _MAX_FAILURES = 3
 """Failures of one thing in a row after which no drafter is trained any more."""
-
 _PATIENCE = 3
 """Rounds in a row that may gain less than noise before a drafter is taken to hold."""
 
