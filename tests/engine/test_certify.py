@@ -1,6 +1,6 @@
 """certify over the real vLLM: its sampler passes with the shim, and it and its engine fail as they come on the CPU.
 
-That an engine with the shim passes is shown where the command is run: tests/e2e/test_without_lab.py."""
+That an engine with the shim passes is shown where the command is run: test_commands.py."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def config() -> Config:
 
 
 def test_stock_engine_is_found_wrong(policy_path: Path, stock: None) -> None:
-    """The proof that the end-to-end test bites: nothing but the shim is missing."""
+    """The proof that certifying an engine bites: nothing but the shim is missing."""
     if sampler_fix.sampler_is_sound():
         pytest.skip("this vLLM's sampler is sound")
     result = certify(

@@ -17,7 +17,7 @@ from contexts import make_context
 from paceline.cli.common import register_lab
 from paceline.lab.demo.run import Size
 from paceline.lab.demo.run import run as run_demo
-from random_policy import make_policy, save_tokenizer
+from random_policy import make_mtp_policy, make_policy, save_tokenizer
 from serving import API_SERVER, complete, served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,17 +36,19 @@ max_model_len = 128
 max_num_seqs = 32
 kv_cache_gb = 0.05
 """
+HEADS = """
+[speculation]
+drafter = {kind = "vllm", settings = {method = "mtp", draft_sample_method = "probabilistic"}}
+max_draft_length = 3
+"""
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Config of a checkpoint and prompts of one's own, which an n-gram drafter goes on with."""
-    directory = tmp_path_factory.mktemp("own")
-    policy = save_tokenizer(make_policy(directory / "policy"))
+def own_config(directory: Path, policy: Path) -> Path:
+    """Config of a checkpoint and prompts of one's own."""
     prompts = directory / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": loop * 6}) + "\n" for loop in ("abcd", "123", "+-+ ")))
     file = directory / "config.toml"
-    file.write_text(CONFIG.format(policy=policy, prompts=prompts))
+    file.write_text(CONFIG.format(policy=save_tokenizer(policy), prompts=prompts))
     return file
 
 
@@ -64,21 +66,24 @@ def paceline(*arguments: str | Path, own: str) -> str:
     return done.stdout
 
 
-def test_certify_says_what_a_checkpoint_can_be_trusted_with(config: Path, tmp_path: Path) -> None:
+def test_certify_says_what_a_checkpoint_can_be_trusted_with(tmp_path: Path) -> None:
+    """A policy with MTP heads of its own, whose drafts have probabilities."""
+    config = own_config(tmp_path, make_mtp_policy(tmp_path / "policy", step=11, noise=0.05))
+    config.write_text(config.read_text() + HEADS)
     file, html = tmp_path / "result.json", tmp_path / "certificate.html"
     said = paceline("certify", config, "--quick", "--json", file, "--html", html, own="sampler: |engines: |fp32: ")
     result = json.loads(file.read_text())
     figures, details, page = result["figures"], result["details"], html.read_text()
     assert details["failed"] == []
-    assert details["logp_by_class"]["accepted"]["count"] > 0
-    assert figures["drafted_tokens"] > 100 and figures["greedy_differences"] == 0
+    assert all(details["logp_by_class"][kind]["count"] > 0 for kind in ("accepted", "recovered", "bonus"))
+    assert figures["drafted_tokens"] > 1000 and figures["accepted_length"] > 2 and figures["greedy_differences"] == 0
     assert details["verdict"] == "INCONCLUSIVE" and "INCONCLUSIVE" in said, "--quick must not certify"
-    for word in ("INCONCLUSIVE", result["environment"]["versions"]["torch"], "prompt_lookup_max"):
+    for word in ("INCONCLUSIVE", result["environment"]["versions"]["torch"], "mtp"):
         assert word in page
 
 
-def test_certify_logp_agrees_with_the_learner(config: Path, tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
+def test_certify_logp_agrees_with_the_learner(tmp_path: Path) -> None:
+    config, file = own_config(tmp_path, make_policy(tmp_path / "policy")), tmp_path / "result.json"
     paceline("certify", "logp", config, "--tokens", "200", "--json", file, own="fp32: |bf16: ")
     assert json.loads(file.read_text())["figures"]["fp32_max_abs"] < 1e-4
 

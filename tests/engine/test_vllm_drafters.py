@@ -1,11 +1,12 @@
-"""Speculative methods of vLLM under our scheduler: a draft model and the policy's own MTP heads, at every push."""
+"""Speculative methods of vLLM under our scheduler: a draft model and the policy's own MTP heads, at every push.
+
+Heads are certified where the command is run: test_commands.py."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from contexts import make_context
-from paceline.certify.engines import certify
-from paceline.certify.subject import QUICK
-from paceline.config import Config, EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
+from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
 from paceline.learner.fsdp import FsdpLearner
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
-from paceline.types import Prompt, RolloutRequest
+from paceline.types import RolloutRequest
 from paceline.weights.message import Push
 from paceline.weights.shared_memory import ShmSender
 from random_policy import END_TOKEN, make_mtp_policy, make_policy
@@ -155,18 +153,3 @@ def test_push_of_a_policy_with_heads_brings_them_and_what_they_share_with_it(
         speaker.push(stored(wrong))
         said, share = speaker.greedy()
         assert said == before and share < 0.3
-
-
-def test_quick_certificate_of_heads_finds_no_fault(tmp_path: Path) -> None:
-    path = make_mtp_policy(tmp_path / "policy", step=11, noise=0.05)
-    engine = {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 32, "kv_cache_gb": 0.05}
-    settings = {"method": "mtp", "draft_sample_method": "probabilistic"}
-    config = Config(
-        rollout=Config.model_validate({"rollout": {"engine": engine, "temperature": 0.7}}).rollout,
-        speculation=speculation(**settings),
-    )
-    prompts = [Prompt(id=str(ids), text="", token_ids=np.array(ids, np.int32), row={}) for ids in PROMPTS[:3]]
-    result = certify(path, prompts, config, context=make_context(), effort=replace(QUICK, samples_per_prompt=96))
-    assert result.details["failed"] == [], result.figures
-    assert result.figures["drafted_tokens"] > 1000 and result.figures["accepted_length"] > 2
-    assert {f"logp_max_abs_{kind}" for kind in ("accepted", "recovered", "bonus")} <= result.figures.keys()

@@ -251,7 +251,7 @@ def test_batch_has_the_lengths_of_the_policy():
 def test_page_shows_every_figure_and_arm(rounds, tmp_path):
     """A result that nobody can see is not shown."""
     work = RequestSet([], frozenset())
-    makespans = _makespans(rounds, _groups({3: [batch(1)]}, [(1, 64, 3)], work, work))
+    makespans = _makespans(rounds, _groups({3: [batch(1)]}, [(1, 64, 3)], work))
     assert makespans["plain"] == [30.0] * 3, "other work under the same name"
     figures, spread, _ = paired(_ratios(rounds))
     result = Result(

@@ -2,13 +2,14 @@
 
     ridge       tokens of a step at which computing takes as long as reading the weights: prefill tokens per second x
                 seconds of a step of one token
-    survey      every fixed draft length at 16 active, half of the siblings: which table would be best in hindsight
+    survey      every fixed draft length at 16 active, two siblings of each group: which table would be best in
+                hindsight
     rounds      groups of arms, one after another; the selector goes on learning
                   16 active  plain vLLM, the selector, the survey's table
-                  16 active  the selector, the simple selector
-                  16 active  plain vLLM, k = 0, the best fixed length, the selector with a useless drafter; half of the
-                             siblings
-                  64 active  plain vLLM, the selector
+                  16 active  the selector, the simple selector; half of the siblings
+                  16 active  plain vLLM, k = 0, the best fixed length, the selector with a useless drafter; two siblings
+                             of each group
+                  64 active  plain vLLM, the selector; half of the siblings, so that none waits
 
 The batch is 16 prompts x 8 siblings with the policy's own lengths (`workload.grouped`). At most 16 requests run while
 the others wait, which is the headline, or 64. Cached prefixes are forgotten before each batch, as a weight sync makes
@@ -53,7 +54,7 @@ from paceline.config import (
 from paceline.context import Context
 from paceline.lab.bench.batch_rates import best_table, bucket_of, limit, name_of, rate_by_batch, speedup_by_batch
 from paceline.lab.bench.tail import Round, compared, tail, tail_rate, tail_ratios, wants_more
-from paceline.lab.bench.workload import ENGINE, RequestSet, arena_requests, engines, fastest, grouped
+from paceline.lab.bench.workload import ENGINE, RequestSet, arena_requests, drawn_from, engines, fastest, grouped
 from paceline.lab.random_drafter import random_drafter
 from paceline.measure import CpuTimes, Goal, Result, environment, meanwhile, middle, paired
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, lockstep
@@ -108,7 +109,7 @@ def run(
     context: Context,
     overrides: Sequence[str] = (),
     model: str = "arena:large",
-    repetitions: int = 8,
+    repetitions: int = 4,
     seed: int = 0,
 ) -> Result:
     """`repetitions`: rounds that are wanted; more where the tail is short of tokens, fewer where time is. `overrides`
@@ -150,23 +151,15 @@ def _measure(
     drafts = kinds["drafter"]
     assert drafts is not None
     speculations, config = [*kinds.values(), drafts], fastest(CONFIG)
+    context.progress("drawing lengths")
+    work = _draw(drawn_from(model, context), seed, context)
+    context.progress(f"{len(work.requests)} requests, {sum(work.lengths)} tokens, longest {max(work.lengths)}")
     with engines(model_path, speculations, seed=seed, context=context, config=config) as started:
         bench = _RolloutBench(dict(zip(kinds, (started[:1], started[1:2], started[2:]), strict=True)), context)
-        work = grouped(
-            started[2],
-            model_path,
-            num_prompts=NUM_PROMPTS,
-            group_size=GROUP_SIZE,
-            selector=MeasuredSelector(),
-            max_tokens=640,
-            seed=seed,
-        )
-        context.progress(f"{len(work.requests)} requests, {sum(work.lengths)} tokens, longest {max(work.lengths)}")
         ridges = [bench.ridge(model_path, seed + 1 + number) for number in range(3)]
-        half = replace(work, requests=work.requests[::2])  # of every group
-        survey = bench.survey(half, drafts.max_draft_length)
+        survey = bench.survey(_every(4, work), drafts.max_draft_length)
         table = best_table(survey)
-        groups = _groups(survey, table, work, half)
+        groups = _groups(survey, table, work)
         rounds, machine = bench.rounds(groups, repetitions, began_s + BUDGET_S)
     figures, spread, pairs = paired(_ratios(rounds))
     figures["tail_speedup"] = tail_rate(compared(rounds, "selector")) / tail_rate(compared(rounds, "plain"))
@@ -204,6 +197,16 @@ def _measure(
             "machine": {"load_before": load_before, "overall": meanwhile(before), "rounds": machine},
         },
     )
+
+
+def _draw(model_path: Path, seed: int, context: Context) -> RequestSet:
+    with engines(model_path, [None], seed=seed, context=context, config=fastest(CONFIG)) as (engine,):
+        return grouped(engine, model_path, num_prompts=NUM_PROMPTS, group_size=GROUP_SIZE, max_tokens=640, seed=seed)
+
+
+def _every(nth: int, work: RequestSet) -> RequestSet:
+    """A part of every group's siblings."""
+    return replace(work, requests=work.requests[::nth])
 
 
 class _RolloutBench:
@@ -283,16 +286,19 @@ def _groups(
     survey: Mapping[int, Sequence[SteppedBatch]],
     table: Sequence[tuple[int, int, int]],
     work: RequestSet,
-    half: RequestSet,
 ) -> list[_ArmGroup]:
     """The headline first, 64 active last."""
     best_fixed = min((k for k in survey if k), key=lambda k: median(batch.seconds for batch in survey[k]))
     hindsight = RolloutArm("hindsight", TableSelector(ranges=tuple(table)))
     return [
         _ArmGroup([PLAIN, SELECTOR, hindsight], work),
-        _ArmGroup([SELECTOR, RolloutArm("simple", SimpleSelector())], work),
-        _ArmGroup([PLAIN, _fixed(0), USELESS, replace(_fixed(best_fixed), name="best fixed")], half, note=" (half)"),
-        _ArmGroup([PLAIN, SELECTOR], work, MANY_ACTIVE, note=" (64 active)"),
+        _ArmGroup([SELECTOR, RolloutArm("simple", SimpleSelector())], _every(2, work), note=" (half)"),
+        _ArmGroup(
+            [PLAIN, _fixed(0), USELESS, replace(_fixed(best_fixed), name="best fixed")],
+            _every(4, work),
+            note=" (quarter)",
+        ),
+        _ArmGroup([PLAIN, SELECTOR], _every(2, work), MANY_ACTIVE, note=" (64 active)"),
     ]
 
 

@@ -23,10 +23,12 @@ from transformers import AutoTokenizer
 from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
 from paceline.context import Context
 from paceline.devices import fast_precision
+from paceline.lab.arena.policy import GROWN
 from paceline.lab.arena.task import problems
 from paceline.rollout.arguments import end_tokens
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, stepped_engine
 from paceline.selector.cost import Step
+from paceline.sessions.workloads import resolve_policy
 from paceline.types import RolloutRequest
 
 ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compile=True, start_deadline_s=900)
@@ -162,7 +164,6 @@ def grouped(
     *,
     num_prompts: int,
     group_size: int,
-    selector: SelectorConfig,
     max_tokens: int,
     seed: int,
     draws: int = 3,
@@ -177,10 +178,17 @@ def grouped(
         )
         for index in range(group_size // 2)
     ]
-    order = Order(requests=[*usual, *longer], selector=selector, name="lengths")
+    order = Order(requests=[*usual, *longer], name="lengths")
     lengths = np.array([[len(tokens) for tokens in engine.run(order).token_ids] for _ in range(draws)])
     drawn = sorted(lengths[:, : len(usual)].tolist(), key=max)[draws // 2]
     return RequestSet(give_group_lengths(order.requests, lengths, drawn, group_size), frozenset(end_tokens(model_path)))
+
+
+def drawn_from(model: str, context: Context) -> Path:
+    """Return a checkpoint that answers as the policy does, with the same lengths, at the least cost: that which it was
+    grown from."""
+    grown = GROWN.get(model.removeprefix("arena:")) if model.startswith("arena:") else None
+    return resolve_policy(model if grown is None else f"arena:{grown.source}", context)
 
 
 def give_group_lengths(
