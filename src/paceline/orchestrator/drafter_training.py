@@ -15,15 +15,15 @@ again at the next step, and after a few failures in a row training ends. Whateve
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.config import DrafterTrainingConfig
 from paceline.drafters.drift import DriftMonitor, LostDrafter, Remedy, Verdict
+from paceline.drafters.failures import MAX_FAILURES, Failures
 from paceline.drafters.provenance import Provenance
 from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.leases import Account
@@ -31,8 +31,6 @@ from paceline.orchestrator.members import Members
 from paceline.orchestrator.slots import Slots, Trainer
 from paceline.types import Engine, Group, Receipt
 
-_MAX_FAILURES = 3
-"""Failures of one thing in a row after which no drafter is trained any more: a full disk, a directory that is gone."""
 _LOOK_AGAIN_S = 0.02
 _ACCOUNTED = [field.name for field in fields(Account) if field.name != "recall_s"]
 
@@ -153,12 +151,12 @@ class OnlineDrafterTraining:
         self._joined = False
         """An engine has joined that has the first drafter."""
         members.on_joined(self._note_joined)
-        self._given_up = False
-        """Training was ended by its failures; engines speculate on with the drafter that they have."""
-        self._failures: Counter[str] = Counter()
-        """Failures in a row, by what failed."""
-        self._told: set[str] = set()
-        self._num_failures = self._last_failures = 0
+        self._failures = Failures(
+            lambda what, error: self._journal.event("drafter_training_failed", during=what, why=repr(error)),
+            lambda what: self._journal.event("drafter_training_given_up", during=what, failures=MAX_FAILURES),
+        )
+        """Once given up, training has ended; engines speculate on with the drafter that they have."""
+        self._last_failures = 0
         self._last = Account()
         self._update_cost_s = 0.0
 
@@ -169,7 +167,7 @@ class OnlineDrafterTraining:
             async with self._slots.running(journal):
                 yield
         finally:
-            with self._contained("close"):
+            with self._failures.contained("close"):
                 self._store.close()
 
     def _note_joined(self, engine: Engine) -> None:
@@ -190,7 +188,7 @@ class OnlineDrafterTraining:
 
     def open_phase(self) -> None:
         if self._config.mode == "idle":
-            with self._contained("open_phase"):
+            with self._failures.contained("open_phase"):
                 self._slots.open(training_wanted=self._wanted())
 
     async def end_generation(self) -> None:
@@ -201,9 +199,9 @@ class OnlineDrafterTraining:
     async def close_phase(self) -> None:
         """Wake every engine, then close the round if enough was trained in it."""
         await self._slots.recall(self._slots.names, awake=True)
-        if self._given_up:
+        if self._failures.given_up:
             return
-        with self._contained("close_round"):
+        with self._failures.contained("close_round"):
             store = self._store
             if store.fresh_tokens() >= self._config.round_tokens and store.round() in (self._judged, store.published()):
                 store.close_round()
@@ -213,7 +211,7 @@ class OnlineDrafterTraining:
     async def train_inline(self) -> None:
         """In mode `inline`, lease every slot for as long as the config says, or until the slices that it says are
         made."""
-        with self._journal.stage("draft"), self._contained("train_inline"):
+        with self._journal.stage("draft"), self._failures.contained("train_inline"):
             if self._config.mode != "inline" or not self._wanted():
                 return
             began_s = _now_s()
@@ -230,20 +228,20 @@ class OnlineDrafterTraining:
     async def publish(self, *, restarted: bool) -> None:
         """Send out a drafter that was found better. Restarted engines have the first one again and need the last."""
         self._lost.synced()
-        with self._contained("publish_again"):
+        with self._failures.contained("publish_again"):
             restarted = restarted or self._joined
             if restarted and self._off:
                 await self._sender.stop_speculation()
             elif restarted and self._store.published():
                 await self._send(self._store.published(), None)
             self._joined = False
-        with self._contained("publish"):
+        with self._failures.contained("publish"):
             await self._publish_verdict()
 
     async def _publish_verdict(self) -> None:
         number = self._store.round()
         verdict = self._store.verdict(number)
-        if self._off or self._given_up or verdict is None or number == self._judged:
+        if self._off or self._failures.given_up or verdict is None or number == self._judged:
             return
         began_s = _now_s()
         sent = verdict.publish and await self._send(number, verdict.after)
@@ -263,7 +261,7 @@ class OnlineDrafterTraining:
 
     async def observe(self, groups: Sequence[Group], generation_s: float) -> None:
         """Follow the accepted length, and act on a drafter of which nothing is accepted."""
-        with self._contained("observe"):
+        with self._failures.contained("observe"):
             await self._observe(groups, generation_s)
 
     async def _observe(self, groups: Sequence[Group], generation_s: float) -> None:
@@ -285,9 +283,9 @@ class OnlineDrafterTraining:
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the step since the last call; writes the step's use of slots."""
         found: Mapping[str, float] = {}
-        with self._contained("metrics"):
+        with self._failures.contained("metrics"):
             found = self._metrics()
-        failures, before = self._num_failures + self._slots.num_failures, self._last_failures
+        failures, before = self._failures.num + self._slots.failures.num, self._last_failures
         self._last_failures = failures
         return {**found, "draft/failures": float(failures - before)}
 
@@ -312,25 +310,8 @@ class OnlineDrafterTraining:
         self._store.keep_in(file)
 
     def save(self, directory: Path, provenance: Provenance | None = None) -> None:
-        with self._contained("save"):
+        with self._failures.contained("save"):
             self._store.save(directory, provenance)
-
-    @contextmanager
-    def _contained(self, what: str) -> Iterator[None]:
-        """Whatever is raised inside ends here: a drafter may fail, a run may not."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  counted in draft/failures
-            self._num_failures += 1
-            self._failures[what] += 1
-            if what not in self._told:
-                self._told.add(what)
-                self._journal.event("drafter_training_failed", during=what, why=repr(error))
-            if self._failures[what] == _MAX_FAILURES and not self._given_up:
-                self._given_up = True
-                self._journal.event("drafter_training_given_up", during=what, failures=_MAX_FAILURES)
-        else:
-            self._failures[what] = 0
 
     def save_state(self, directory: Path) -> Mapping[str, Any]:
         self._store.copy_to(directory)
@@ -357,7 +338,7 @@ class OnlineDrafterTraining:
     def _wanted(self) -> bool:
         """Whether there is anything to train on, and a reason to."""
         worth_it = self._config.when == "always" or self._drift.decide().train
-        return not self._off and not self._given_up and self._store.has_documents() and worth_it
+        return not self._off and not self._failures.given_up and self._store.has_documents() and worth_it
 
     def _update_fields(self, number: int, verdict: Verdict) -> dict[str, Any]:
         return {
