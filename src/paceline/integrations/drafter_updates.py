@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from paceline.drafters.checkpoint import Drafter
 
 logger = logging.getLogger(__name__)
-_PATIENCE = 3
-"""Rounds in a row that may gain less than noise before a drafter is taken to hold."""
 
 
 class DrafterUpdater:
@@ -79,8 +77,6 @@ class DrafterUpdater:
         """What was spent beyond the budget so far."""
         self._drift = DriftMonitor(config.drift)
         self._observed = False
-        self._small_gains = 0
-        """Candidates in a row that were better by less than noise: untrained drafters begin so."""
         self._totals: Mapping[str, float] = {}
         self._differences = Differences()
         self._failures = Failures(
@@ -186,8 +182,7 @@ class DrafterUpdater:
             self._push(self._start(), self._published, after=max(version, self._version))
 
     def _wanted(self) -> bool:
-        always = self._config.when == "always" or not self._observed or 0 < self._small_gains <= _PATIENCE
-        worth_it = always or self._drift.decide().train
+        worth_it = self._config.when == "always" or not self._observed or self._drift.decide().train
         return worth_it and not self.given_up and self._buffer is not None
 
     def _start(self) -> Drafter:
@@ -247,8 +242,6 @@ class DrafterUpdater:
             return  # the next steps bring more held-out rollouts
         self._step |= verdict.metrics()
         self._num_rounds, self._fresh_tokens = self._num_rounds + 1, 0
-        small = verdict.after > verdict.before and not verdict.publish
-        self._small_gains = self._small_gains + 1 if small else 0
         logger.info("drafter round %d: %s", self._num_rounds, _told(verdict))
         publish_s = self._push(judged, candidate, after=self._version) if verdict.publish else 0.0
         if not verdict.after >= verdict.before:  # worse, or not a number
