@@ -32,7 +32,7 @@ from paceline.drafters.kinds import new_drafter
 from paceline.drafters.provenance import Evaluation, Provenance, write_evaluation, write_provenance
 from paceline.drafters.trainer import DrafterTrainer, Schedule, evaluate
 from paceline.learner.fsdp import FsdpLearner
-from paceline.learner.hidden_states import HiddenStateTap
+from paceline.learner.hidden_states import CHUNK_ROLLOUTS, HiddenStateTap
 from paceline.orchestrator.generate import generate_until
 from paceline.orchestrator.task import prompt_of, read_rows
 from paceline.rollout.engine import VllmEngine
@@ -41,8 +41,6 @@ from paceline.types import Prompt, RolloutRequest, Sample, Tokenizer
 if TYPE_CHECKING:
     from paceline.drafters.checkpoint import Drafter
 
-_CHUNK_ROLLOUTS = 64
-"""Rollouts whose hidden states are held at once."""
 _LEAST_GAIN = 0.01
 """Relative gain in accepted length without which a stage of training was idle."""
 _PATIENCE = 2
@@ -244,8 +242,8 @@ def _run(
     share = 0.0
     while share < 1.0:
         order = rng.permutation(len(samples))
-        for start in range(0, len(order), _CHUNK_ROLLOUTS):
-            trainer.submit(hidden_states.all_documents([samples[i] for i in order[start : start + _CHUNK_ROLLOUTS]]))
+        for start in range(0, len(order), CHUNK_ROLLOUTS):
+            trainer.submit(hidden_states.all_documents([samples[i] for i in order[start : start + CHUNK_ROLLOUTS]]))
             trainer.run(lambda: False)
             share = trainer.num_tokens / num_tokens
             if share * 10 >= num_reports + 1:
