@@ -154,7 +154,7 @@ class DraftingEngine(SimulatedEngine):
 class Wire(SimulatedSender):
     """Restarts, policies and drafters as engines see them."""
 
-    engines: list[DraftingEngine]
+    drafting: list[DraftingEngine]
     start_s: float = START_S
     fails: bool = False
     """The last engine does not start with a learned drafter."""
@@ -162,29 +162,29 @@ class Wire(SimulatedSender):
     drafters: list[int] = field(default_factory=list)
 
     async def draft_with(self, *, learned: bool) -> None:
-        assert not any(engine._running or engine._waiting for engine in self.engines), "an engine was at work"
+        assert not any(engine._running or engine._waiting for engine in self.drafting), "an engine was at work"
         await asyncio.sleep(self.start_s)
         kind = "learned" if learned else "history"
         self.starts.append(kind)
-        for engine in self.engines:
+        for engine in self.drafting:
             engine.kind, engine.round, engine.has_policy = kind, 0, False
         if learned and self.fails:
-            self.engines[-1].kind = "none"
+            self.drafting[-1].kind = "none"
             raise PacelineError("1 of 2 engines did not start: no room")
 
     async def send(self, version: int) -> Sequence[Receipt]:
-        for engine in self.engines:
+        for engine in self.drafting:
             assert engine.kind != "none", "an engine that did not start gets a policy"
             engine.has_policy = True
         return await super().send(version)
 
     async def send_drafter(self, number: int) -> Sequence[Receipt]:
         self.drafters.append(number)
-        for engine in self.engines:
+        for engine in self.drafting:
             assert engine.kind == "learned", "an engine without a learned drafter gets weights of one"
             assert engine.has_policy
             engine.round = number
-        return [Receipt(engine=e.name, version=number, num_tensors=1, num_bytes=1, seconds=0.0) for e in self.engines]
+        return [Receipt(engine=e.name, version=number, num_tensors=1, num_bytes=1, seconds=0.0) for e in self.drafting]
 
     async def stop_speculation(self) -> None:
         raise AssertionError("a drafter was lost")
@@ -216,7 +216,7 @@ def simulate(
             DraftingEngine(name=name, length_of=long_tailed_lengths(0), max_num_seqs=4, seconds_per_token=pace_s)
             for name, pace_s in (("engine-0", 0.01), ("engine-1", 0.0101))
         ]
-        wire = Wire(engines=engines, fails=fails)
+        wire = Wire(engines=engines, drafting=engines, fails=fails)
         members = Members(engines)
         trainers = [SimulatedTrainer(store, tokens_per_s=1000.0) for _ in engines]
         switch = DrafterSwitch(wire, SwitchMonitor(FREE))
@@ -249,7 +249,7 @@ def test_engines_switch_between_batches_once_a_drafter_is_trained(tmp_path: Path
     assert switched["expected_gain_s"] > switched["cost_s"] == 2 * START_S and switched["restart_s"] == START_S
     published = outcome.events("drafter_published")[0]
     assert published["step"] < switched["step"] and not published["in_engines"]
-    assert outcome.wire.drafters[0] == published["round"] and {e.round for e in outcome.wire.engines} != {0}
+    assert outcome.wire.drafters[0] == published["round"] and {e.round for e in outcome.wire.drafting} != {0}
     assert outcome.steps("rollout/num_accepted")[-1] > 3 * outcome.steps("rollout/num_accepted")[0]
     assert sum(outcome.steps("draft/failures")) == 0 and not outcome.events("drafter_lost")
 
@@ -272,7 +272,7 @@ def test_an_engine_that_does_not_start_with_the_drafter_costs_no_rollout(tmp_pat
     """All engines draft from history again, and it is not tried a second time."""
     outcome = simulate(tmp_path, 12, fails=True)
     assert outcome.wire.starts == ["learned", "history"] and outcome.wire.drafters == []
-    assert {engine.kind for engine in outcome.wire.engines} == {"history"}
+    assert {engine.kind for engine in outcome.wire.drafting} == {"history"}
     (failed,) = outcome.events("drafter_training_failed")
     assert failed["during"] == "switch" and "no room" in failed["why"]
     assert sum(outcome.steps("draft/failures")) == 1 and set(outcome.steps("draft/learned")) == {0.0}
