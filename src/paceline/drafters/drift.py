@@ -24,7 +24,7 @@ from enum import Enum
 
 from paceline.config import DriftConfig
 
-_RECENT = 0.4
+RECENT = 0.4
 """Weight of the newest step in the smoothed accepted length: steps differ by their prompts."""
 _FORGET = 0.05
 """Share of a fall by which the baseline follows in one step."""
@@ -90,10 +90,10 @@ class DriftMonitor:
         out."""
         known = self._recent is not None
         self._recent = (
-            accepted_length if self._recent is None else self._recent + _RECENT * (accepted_length - self._recent)
+            accepted_length if self._recent is None else self._recent + RECENT * (accepted_length - self._recent)
         )
         self._generation_s = (
-            self._generation_s + _RECENT * (generation_s - self._generation_s) if known else generation_s
+            self._generation_s + RECENT * (generation_s - self._generation_s) if known else generation_s
         )
         self._baseline = max(self._recent, self._baseline + _FORGET * (self._recent - self._baseline))
 

@@ -28,7 +28,7 @@ from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
 from paceline.context import Context, time_left
 from paceline.devices import fast_precision
 from paceline.drafters.checkpoint import save
-from paceline.drafters.kinds import new_drafter
+from paceline.drafters.kinds import default_taps, new_drafter
 from paceline.drafters.provenance import Evaluation, Provenance, write_evaluation, write_provenance
 from paceline.drafters.trainer import DrafterTrainer, Schedule, evaluate
 from paceline.learner.fsdp import FsdpLearner
@@ -78,14 +78,6 @@ class WarmStart:
             matrix_lr=self.matrix_lr,
             other_lr=self.other_lr,
         )
-
-
-def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Hidden states for the drafter, in vLLM's numbering (i: after i layers). As EAGLE-3 chooses them, early, middle
-    and late; a small policy has so few layers that the last one is worth its place, and 0 is the embedding."""
-    if num_layers >= 8:
-        return (2, num_layers // 2, num_layers - 3)
-    return (1, round(0.75 * num_layers), num_layers) if num_layers > 2 else (0, 1, 2)
 
 
 def read_prompts(file: Path, key: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
