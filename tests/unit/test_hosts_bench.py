@@ -73,7 +73,7 @@ def test_pairs_end_in_time_but_not_before_one_has_counted(
     host: Any = SlowHost()
     monkeypatch.setattr(hosts, "time", host)
     batches = [[[1, 2]] * ACTIVE] * (WARMUP + 10)
-    found = hosts._measure({arm: host for arm in hosts.ARMS}, batches, 4, until_s, make_context())
+    found = hosts._measure(dict.fromkeys(hosts.ARMS, host), batches, 4, until_s, make_context())
     assert len(found) - WARMUP == counted
 
 
