@@ -111,8 +111,7 @@ def make_drafter(policy_path: Path, out: Path) -> Path:
     from transformers import AutoConfig
 
     from paceline.drafters.checkpoint import save
-    from paceline.drafters.kinds import new_drafter
-    from paceline.sessions.draft import default_taps
+    from paceline.drafters.kinds import default_taps, new_drafter
 
     config = AutoConfig.from_pretrained(policy_path)
     embedding_VD = load_file(policy_path / "model.safetensors")["model.embed_tokens.weight"]

@@ -17,6 +17,17 @@ from typing import Any
 API_SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 """What `vllm serve` starts. The command itself does not come up from the CPU rebuild, whose package has another name
 than the one that it asks its version of."""
+TRL_FLAGS = (
+    "--max-model-len",
+    "512",
+    "--max-num-seqs",
+    "64",
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--max-logprobs",
+    "-1",
+)
+"""What a server needs for TRL, with the sizes of examples/trl."""
 
 
 @contextmanager

@@ -16,14 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from paceline import assets
 from paceline.config import EngineConfig, FixedSelector, SpeculationConfig
 from paceline.drafters.checkpoint import load, with_own_embeddings
-from paceline.drafters.kinds import guess
+from paceline.drafters.kinds import default_taps, guess
 from paceline.drafters.packing import Document, make_pack
 from paceline.drafters.rounds import drafter_weights
 from paceline.lab.arena.task import problems
 from paceline.lab.random_drafter import random_drafter
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.amx import has_amx
-from paceline.sessions.draft import default_taps
 from paceline.types import RolloutRequest, Tokens
 from paceline.weights.shared_memory import ShmSender
 from random_policy import make_drafter

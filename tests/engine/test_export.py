@@ -21,12 +21,11 @@ from foreign_python import foreign_environment, make_foreign_python
 from paceline.config import EngineConfig, FixedSelector, LearnerConfig, ObjectiveConfig, SpeculationConfig
 from paceline.drafters.checkpoint import save
 from paceline.drafters.export import CARD_FILE, export_drafter
-from paceline.drafters.kinds import new_drafter
+from paceline.drafters.kinds import default_taps, new_drafter
 from paceline.drafters.trainer import DrafterTrainer, Schedule
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.hidden_states import HiddenStateTap
 from paceline.rollout.engine import VllmEngine
-from paceline.sessions.draft import default_taps
 from paceline.types import Rollout, RolloutRequest, Sample, Tokens
 from random_policy import END_TOKEN, VOCABULARY
 

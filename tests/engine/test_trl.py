@@ -25,7 +25,7 @@ from paceline import assets
 from paceline.drafters.checkpoint import load
 from paceline.lab.random_drafter import random_drafter
 from paceline.weights.fingerprint import fingerprint
-from serving import API_SERVER, complete, metrics, served
+from serving import API_SERVER, TRL_FLAGS, complete, metrics, served
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed (requirements/trl.txt)")
 
@@ -95,10 +95,8 @@ def server(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     directory = tmp_path_factory.mktemp("server")
     file = directory / "speculation.toml"
     file.write_text(SETTINGS.format(drafter=untrained))
-    command = [*API_SERVER, assets.policy(POLICY), "--max-model-len", "512", "--max-num-seqs", "64"]
-    command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     variables = environment(PACELINE=str(file), VLLM_SERVER_DEV_MODE="1")
-    with served(command, env=variables, log=directory / "log") as url:
+    with served([*API_SERVER, assets.policy(POLICY), *TRL_FLAGS], env=variables, log=directory / "log") as url:
         yield url
 
 

@@ -12,10 +12,9 @@ from drafter_cases import HIDDEN, make_drafter, policy_config
 from paceline import assets, lab
 from paceline.cli.common import LEARNED
 from paceline.drafters.checkpoint import preflight, save
-from paceline.drafters.kinds import KINDS
+from paceline.drafters.kinds import KINDS, default_taps
 from paceline.drafters.provenance import Evaluation, Provenance
 from paceline.lab.arena import drafter as arena
-from paceline.sessions.draft import default_taps
 from paceline.sessions.workloads import resolve_drafter
 
 lab.register()

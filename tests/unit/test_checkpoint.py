@@ -15,9 +15,11 @@ from speculators import SpeculatorModel, SpeculatorModelConfig
 
 from drafter_cases import HIDDEN, KINDS, guessed_logits, make_documents, make_drafter, policy_config
 from paceline.drafters.checkpoint import load, preflight, save, widen, with_own_embeddings
+from paceline.drafters.kinds import write_new_drafter
 from paceline.drafters.packing import Document
 from paceline.files import write_checksums
 from paceline.lab.random_drafter import random_drafter
+from random_policy import make_policy
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,6 +98,26 @@ def test_a_random_drafter_has_the_shapes_and_none_of_the_weights(tmp_path: Path)
             assert abs(float(torch.corrcoef(torch.stack([weight.flatten(), trained[name].flatten()]))[0, 1])) < 0.1, (
                 name
             )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_drafter_fits_its_policy_and_is_the_same_when_a_run_goes_on(kind: str, tmp_path: Path) -> None:
+    policy = make_policy(tmp_path / "policy")
+    for name in ("first", "again"):
+        write_new_drafter(kind, policy, tmp_path / name, seed=3, draft_length=3)
+    preflight(tmp_path / "first", policy, kind=kind, max_model_len=448)
+    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again"))
+    assert all(torch.equal(weight, again[name]) for name, weight in first.items())
+    embedding_VD = load_file(policy / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(first["lm_head.weight"], embedding_VD), "it knows nothing of the policy's output head"
+
+
+def test_a_policy_without_an_embedding_that_is_known_gets_no_new_drafter(tmp_path: Path) -> None:
+    policy = make_policy(tmp_path / "policy")
+    weights = load_file(policy / "model.safetensors")
+    save_file({f"language_{name}": weight for name, weight in weights.items()}, policy / "model.safetensors")
+    with pytest.raises(ValueError, match=r"speculation\.drafter\.path: got 'new' with .*paceline draft train"):
+        write_new_drafter("eagle3", policy, tmp_path / "new", seed=3, draft_length=3)
 
 
 def _edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:

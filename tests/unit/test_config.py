@@ -73,6 +73,19 @@ def test_kind_of_data_chooses_its_settings():
             r"^speculation\.selector\.draft_length: is missing; must be set$",
         ),
         (["speculation.drafter.kind=eagle3"], r"^speculation\.drafter\.path: is missing; must be set$"),
+        (
+            ["speculation.drafter.kind=eagle3", "speculation.drafter.path=new"],
+            r"^speculation\.drafter\.path: got 'new' with speculation\.training\.mode 'off'; must be",
+        ),
+        (
+            [
+                "speculation.drafter.kind=eagle3",
+                "speculation.drafter.path=new",
+                "speculation.training.mode=idle",
+                "run.max_age=1",
+            ],
+            r"^speculation\.drafter\.path: got 'new' with run\.max_age 1; must be a checkpoint because",
+        ),
         (["data.kind=jsonl", "data.reward=a.py:b"], r"^data\.path: is missing; must be set$"),
         (["data.kind=arena", "data.seeed=1"], r"^data\.seeed: unknown key; did you mean data\.seed\?$"),
         (["data.seed=1"], r"^data\.kind: is missing; must be one of arena, jsonl, datasets$"),

@@ -10,7 +10,7 @@ import pytest
 
 from contexts import make_context
 from paceline import cli
-from paceline.config import Config
+from paceline.config import Config, load_config
 from paceline.context import CancelledError
 from paceline.doctor import examine as doctor
 from paceline.doctor import machine
@@ -240,6 +240,13 @@ def test_setup_without_speculation_drafts_with_what_it_has(tmp_path: Path) -> No
         assert setup.kind == "ngram"
         assert setup.speculation("ngram", hold=True).selector.kind == "fixed"
         assert setup.speculation("history", hold=False).selector.kind == "measured"
+
+
+def test_a_drafter_that_the_run_will_train_is_not_looked_for(tmp_path: Path) -> None:
+    """A config that `paceline train` accepts must not fail for a checkpoint that is called new."""
+    settings = ["speculation.drafter.kind=eagle3", "speculation.drafter.path=new", "speculation.training.mode=idle"]
+    with Setup(load_config(None, [*settings, f'policy.model="{tmp_path}"']), make_context()) as setup:
+        assert setup.drafter("eagle3") is None and setup.kind == "ngram"
 
 
 def test_every_check_is_explained() -> None:

@@ -350,6 +350,15 @@ def test_table_weighs_idle_time_by_seconds_and_finds_the_slowest_recall(tmp_path
     ]
 
 
+@pytest.mark.parametrize(("switched_at", "says"), [(4, "until step 4"), (99, "in every step")])
+def test_drafts_from_history_are_told_from_those_of_the_drafter(switched_at: int, says: str, tmp_path: Path):
+    metrics = {step: {"draft/learned": float(step >= switched_at)} for step in range(1, 7)}
+    events = [*EVENTS, {"step": 4, "what": "drafter_switched"}] if switched_at == 4 else EVENTS
+    run = write_run(tmp_path, metrics=metrics, events=events)
+    assert dict(drafter_rows(read_run(run)))["Engines drafted from history"] == says
+    assert (">switched<" in write_report(run).read_text()) == (switched_at == 4)
+
+
 def test_speculation_that_was_switched_off_is_said(tmp_path: Path):
     events = [*EVENTS, {"step": 6, "what": "drafter_lost", "remedy": "speculation off"}]
     page = write_report(write_run(tmp_path, events=events, alpha=[*ALPHA[:5], float("nan")])).read_text()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 import pytest
 
 from paceline.config import DriftConfig
+from paceline.drafters import drift
 from paceline.drafters.drift import DriftMonitor, LostDrafter, Remedy, judge
 
 CONFIG = DriftConfig(noise=0.01, horizon_steps=5, heldout_tokens=1000)
+FROM_SCRATCH = (1.020, 1.022, 1.025, 1.06, 1.34, 1.6, 1.9, 2.9)
+"""Accepted length of an untrained drafter by rounds of training: it hardly rises at first, then in jumps."""
 
 
 def verdict(before: float, after: float):
@@ -19,6 +23,52 @@ def verdict(before: float, after: float):
 
 def trained(monitor: DriftMonitor, before: float, after: float, cost_s: float = 1.0) -> None:
     monitor.note_update(verdict(before, after), cost_s)
+
+
+def follow(curve: Sequence[float], num_steps: int = 40) -> tuple[int, int]:
+    """RL steps of a drafter whose accepted length after so many rounds of training is known: one round in each step in
+    which training is wanted, and what is worse is dropped. Returns the round that was published last, and how many
+    there were."""
+    monitor, published, learnt, num_rounds = DriftMonitor(CONFIG), 0, 0, 0
+    for _ in range(num_steps):
+        monitor.observe(curve[published], 10.0)
+        if not monitor.decide().train:
+            continue
+        num_rounds, learnt = num_rounds + 1, min(learnt + 1, len(curve) - 1)
+        found = verdict(curve[published], curve[learnt])
+        published = learnt if found.publish else published
+        learnt = learnt if found.after >= found.before else published
+        monitor.note_update(found, 0.1)
+    return published, num_rounds
+
+
+def test_untrained_drafter_that_gains_little_at_first_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first round gains less than noise: it would be taken for one that holds, and stay untrained for ever."""
+    assert follow(FROM_SCRATCH)[0] == len(FROM_SCRATCH) - 1
+    monkeypatch.setattr(drift, "_PATIENCE", 0)
+    assert follow(FROM_SCRATCH) == (0, 1), "the curve does not show the failure any more"
+
+
+def test_untrained_drafter_that_learns_slowly_is_trained_on_between_publications() -> None:
+    """Each round gains half of the noise, so that every second one is published at best."""
+    curve = [1.005**number for number in range(30)]
+    published, _ = follow(curve, 60)
+    assert curve[published] > 1.14
+
+
+def test_drafter_that_learns_nothing_is_left_alone_after_a_few_rounds() -> None:
+    """Patience without an end would take every idle moment of the run for nothing."""
+    assert follow([1.02] * 50) == (0, 4)
+    assert follow([1.02, *[0.9] * 50]) == (0, 1), "what ruins a drafter is not tried again"
+    assert follow([3.0] * 50) == (0, 1), "a trained drafter that holds is not untrained"
+
+
+def test_resumed_run_remembers_that_its_drafter_may_yet_learn() -> None:
+    monitor, again = DriftMonitor(CONFIG), DriftMonitor(CONFIG)
+    monitor.observe(1.02, 10.0)
+    trained(monitor, 1.02, 1.022)
+    again.restore(json.loads(json.dumps(monitor.state())))
+    assert again.decide() == monitor.decide() and again.decide().train
 
 
 def test_nothing_is_trained_before_anything_is_measured() -> None:

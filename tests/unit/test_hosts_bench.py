@@ -1,9 +1,13 @@
 """What the bench of TRL's generation compares, and with which prompts."""
 
+from typing import Any
+
 import pytest
 
+from contexts import make_context
 from paceline import assets
-from paceline.lab.bench.hosts import ACTIVE, GROUP_SIZE, MANY_ACTIVE, Pair, compare, siblings
+from paceline.lab.bench import hosts
+from paceline.lab.bench.hosts import ACTIVE, GROUP_SIZE, MANY_ACTIVE, WARMUP, Pair, compare, siblings
 from paceline.lab.bench.workload import past_end_share
 from paceline.lab.hosts.trl_generation import GeneratedBatch
 
@@ -41,6 +45,36 @@ def test_batches_are_groups_of_different_prompts_of_like_length():
     assert all(batch[0] == batch[GROUP_SIZE - 1] != batch[GROUP_SIZE] for batch in batches)
     lengths = [sum(map(len, batch)) for batch in batches]
     assert max(lengths) < 1.1 * min(lengths)
+
+
+class SlowHost:
+    """Takes ten seconds for every batch, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        self.now_s += 10.0
+        ids = [[7] * question["max_tokens"] for _ in question["prompts"]]
+        return {"seconds": 10.0, "token_ids": ids, "counters": {}}
+
+
+@pytest.mark.parametrize(("until_s", "counted"), [(0.0, 1), (150.0, 5), (1e9, 10)])
+def test_pairs_end_in_time_but_not_before_one_has_counted(
+    until_s: float, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow machine would else measure for hours, or end with warm-up alone and no figure."""
+    host: Any = SlowHost()
+    monkeypatch.setattr(hosts, "time", host)
+    batches = [[[1, 2]] * ACTIVE] * (WARMUP + 10)
+    found = hosts._measure(dict.fromkeys(hosts.ARMS, host), batches, 4, until_s, make_context())
+    assert len(found) - WARMUP == counted
 
 
 def test_share_of_tokens_after_an_end():

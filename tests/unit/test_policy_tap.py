@@ -98,7 +98,7 @@ def test_documents_are_the_policys_hidden_states_without_padding(policy: Any, wr
     tap, rollouts = make_tap(policy, called=called), make_rollouts()
     score(called, rollouts)
     documents = tap.take()
-    assert len(documents) == len(rollouts) and tap.take() == [] and tap.num_failures == 0
+    assert len(documents) == len(rollouts) and tap.take() == [] and tap.failures.num == 0
     for document, (token_ids, num_prompt) in zip(documents, rollouts, strict=True):
         assert document.token_ids.tolist() == token_ids.tolist() and document.num_prompt_tokens == num_prompt
         taps, last = reference(policy, token_ids)
@@ -164,7 +164,7 @@ def test_policy_whose_head_is_not_all_there_is_refused_without_an_error(
     tap = make_tap(policy)
     assert torch.equal(score(policy, make_rollouts()), expected)
     score(policy, make_rollouts(1))
-    assert tap.take() == [] and tap.num_failures == 1
+    assert tap.take() == [] and tap.failures.num == 1
     assert "log-probabilities" in caplog.text and "apart from the trainer's own" in caplog.text
 
 
@@ -181,7 +181,7 @@ def test_pass_and_gradients_are_as_without_hooks(policy: Any, checkpointing: boo
         logp.sum().backward()
         found.append([logp.detach(), *(weight.grad.clone() for weight in policy.parameters())])
         if tap is not None:
-            assert len(tap.take()) == len(LENGTHS) and tap.num_failures == 0
+            assert len(tap.take()) == len(LENGTHS) and tap.failures.num == 0
     assert all(torch.equal(plain, hooked) for plain, hooked in zip(*found, strict=True))
 
 

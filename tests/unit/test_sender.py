@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster.sender import RemoteSender
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, HistoryDrafter, SpeculationConfig
 from paceline.orchestrator.members import Members
 from paceline.types import EngineLostError, PacelineError, Receipt
 from paceline.weights.distributed import GroupAddress
@@ -62,6 +62,7 @@ class FakeEngine:
         self.name = name
         self.dies_in_join = False
         self.config = EngineConfig()
+        self.speculation: SpeculationConfig | None = None
         self.joined: tuple[str, int] = ("", 0)
         self.received: list[int] = []
 
@@ -129,7 +130,7 @@ def test_group_is_made_anew_for_engines_that_were_restarted() -> None:
     """Their new processes have joined nothing, although their names are the same."""
     scene = Scene()
     scene.send(1)
-    scene.sender.engines_restarted(EngineConfig())
+    scene.sender.engines_restarted(EngineConfig(), None)
     assert all(receipt.ok for receipt in scene.send(2).values())
     assert scene.learner.sizes == [3, 3]
 
@@ -193,10 +194,23 @@ def test_engine_that_started_before_the_precision_was_changed_does_not_join() ->
     scene = Scene(transport="shared_memory")
     scene.send(1)
     scene.members.lose("engine-1", "killed")
-    scene.sender.engines_restarted(EngineConfig(dtype="float32"))
+    scene.sender.engines_restarted(EngineConfig(dtype="float32"), None)
     new: Any = FakeEngine("engine-1#2")
     with pytest.raises(EngineLostError, match="precision"):
         asyncio.run(scene.sender.catch_up(new))
+
+
+def test_engine_that_started_before_the_drafter_was_switched_does_not_join() -> None:
+    """It would refuse every drafter that the others get."""
+    scene = Scene()
+    scene.send(1)
+    scene.members.lose("engine-1", "killed")
+    scene.sender.engines_restarted(EngineConfig(), SpeculationConfig(drafter=HistoryDrafter()))
+    new: Any = FakeEngine("engine-1#2")
+    with pytest.raises(EngineLostError, match="drafter"):
+        asyncio.run(scene.sender.catch_up(new))
+    new.speculation = SpeculationConfig(drafter=HistoryDrafter())
+    assert asyncio.run(scene.sender.catch_up(new)).ok
 
 
 def test_engine_that_dies_while_the_group_is_made_is_lost_and_the_others_get_the_push() -> None:

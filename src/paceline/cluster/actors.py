@@ -52,23 +52,22 @@ class EngineActor:
 
         require(device, config.tensor_parallel_size)
 
-        def begin(config: EngineConfig) -> Awaitable[VllmEngine]:
+        def begin(config: EngineConfig, speculation: SpeculationConfig | None) -> Awaitable[VllmEngine]:
             return VllmEngine.start(name, model_path, config, seed=seed, cpus=cpus, speculation=speculation)
 
         self._begin = begin
         self._restarting = False
-        self._engine = await begin(config)
+        self._engine = await begin(config, speculation)
         self._collecting: asyncio.Task[Sequence[Rollout]] | None = None
         return os.getpid()
 
-    async def restart(self, config: EngineConfig) -> None:
-        """Replace an idle engine by another, which has the weights of the checkpoint: a push has to follow."""
+    async def restart(self, config: EngineConfig, speculation: SpeculationConfig | None) -> None:
+        """Replace an idle engine by another, which has the weights of the checkpoint: a push has to follow. That also
+        finds an engine lost that did not start, unless it is restarted before."""
         self._restarting = True
-        try:
-            await self._engine.close()
-            self._engine = await self._begin(config)
-        finally:
-            self._restarting = False
+        await self._engine.close()
+        self._engine = await self._begin(config, speculation)
+        self._restarting = False
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         await self._engine.submit(requests)
@@ -93,7 +92,7 @@ class EngineActor:
         return await join(self._engine, address, first_rank)
 
     async def heartbeat(self) -> None:
-        if not self._restarting:  # which has a deadline of its own
+        if not self._restarting:  # which has a deadline of its own, as the push that follows it
             await self._engine.heartbeat()
 
     async def clock(self) -> tuple[str, float]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -35,10 +36,13 @@ from paceline.cluster.sender import RemoteSender
 from paceline.cluster.trainers import RemoteTrainer, RoundSender
 from paceline.config import Config, EngineConfig, LearnedDrafter, SpeculationConfig
 from paceline.drafters.checkpoint import read_taps, with_own_embeddings
+from paceline.drafters.kinds import draft_costs, write_new_drafter
 from paceline.drafters.store import FileStore
+from paceline.drafters.switch import SwitchMonitor
 from paceline.drafters.worker import WorkerSettings, documents_in
-from paceline.files import private_directory
+from paceline.files import private_directory, remove_directory
 from paceline.learner.hidden_states import HiddenStateWriterSettings
+from paceline.orchestrator.drafter_switch import DrafterSwitch
 from paceline.orchestrator.drafter_training import OnlineDrafterTraining
 from paceline.orchestrator.healing import Healing
 from paceline.orchestrator.members import Members, place_of
@@ -52,7 +56,7 @@ _ROOM_DEADLINE_S = 60.0
 
 
 class Cluster:
-    """The actors of one run, and healing.Restarter for its engines."""
+    """The actors of one run; healing.Restarter and drafter_switch.DraftingEngines for its engines."""
 
     def __init__(
         self,
@@ -62,14 +66,13 @@ class Cluster:
         members: Members,
         *,
         max_restarts: int,
-        drafter: OnlineDrafter | None = None,
         trainers: Sequence[RemoteTrainer] = (),
     ) -> None:
         self._room = engines
         self.learner = learner
         self.sender = sender
         self.members = members
-        self.drafter = drafter or Off()
+        self.drafter: OnlineDrafter = Off()
         self.trainers = trainers
         self.healer = Healing(members, self, max_restarts=max_restarts)
 
@@ -90,18 +93,33 @@ class Cluster:
     async def raise_precision(self, config: EngineConfig, raised: bool) -> None:
         """Start every engine again, in full precision or as configured. One that does not come back refuses the push
         that follows, which is when the fleet goes on without it."""
-        chosen = self._room.config = config.in_full_precision if raised else config
-        await self.learner.stage_for(chosen)
+        await self._restart(config.in_full_precision if raised else config, self._room.speculation)
+
+    @property
+    def start_s(self) -> float:
+        return max(engine.start_s for engine in self.engines)
+
+    async def draft_with(self, *, learned: bool) -> None:
+        if failures := await self._restart(self._room.config, self._room.drafting(learned=learned)):
+            why = failures[0].cause if isinstance(failures[0], RayTaskError) else failures[0]
+            raise PacelineError(f"{len(failures)} of {len(self.members.names)} engines did not start: {why}")
+
+    async def _restart(self, config: EngineConfig, speculation: SpeculationConfig | None) -> list[BaseException]:
+        """Start every engine again with these settings; returns what was raised. Engines that are healed meanwhile wait
+        for the push that follows, and are started again if they have others."""
+        self._room.config, self._room.speculation = config, speculation
+        await self.learner.stage_for(config)
         alive = [engine for engine in self.engines if self.members.is_alive(engine.name)]
-        await asyncio.gather(*(engine.restart(chosen) for engine in alive), return_exceptions=True)
-        self.sender.engines_restarted(chosen)
+        answers = await asyncio.gather(*(e.restart(config, speculation) for e in alive), return_exceptions=True)
+        self.sender.engines_restarted(config, speculation)
+        return [answer for answer in answers if answer is not None]
 
 
 class EngineRoom:
     """The places of a run's engines: starts the first engine of each, and later ones in the same bundle."""
 
     def __init__(self, config: Config, layout: ClusterLayout, group: PlacementGroup) -> None:
-        self.config = config.rollout.engine
+        self.config, self.speculation = config.rollout.engine, config.speculation
         """What engines are started with."""
         self._run = config
         self._layout = layout
@@ -113,14 +131,19 @@ class EngineRoom:
         self.engines = {name: self._create(name) for name in (f"engine-{index}" for index in range(num_engines))}
         """The present or last engine of every place."""
 
+    def drafting(self, *, learned: bool) -> SpeculationConfig:
+        """Speculation with the run's learned drafter, or with history in its place."""
+        assert self._run.speculation is not None, "the config says so"
+        return self._run.speculation if learned else self._run.speculation.from_history
+
     async def start(self, name: str, model_path: Path) -> None:
         self._model_path = model_path
         index = self._index(name)
         place, _, life = name.partition("#")
         # Another seed for each life: an engine that samples what its predecessor has sampled would explore nothing.
         seed = self._run.run.seed * 1000 + index + 1_000_000 * (int(life or 1) - 1)
-        speculation, device = self._run.speculation, self._layout.device
-        await self.engines[place].start(str(model_path), seed, self.cores[index], speculation, device)
+        device = self._layout.device
+        await self.engines[place].start(str(model_path), seed, self.cores[index], self.speculation, device)
 
     async def start_again(self, name: str) -> RemoteEngine:
         """Start an engine in the place of a lost one, whose process has to be gone before there is room."""
@@ -148,11 +171,14 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
     directory = training_directory(config)
     with ray_session(config, directory):
         layout = await decide(config)
+        is_new = config.speculation is not None and config.speculation.has_new_drafter
         if directory is not None:
             _check_training(config, layout)
             config = _with_own_embeddings(config, model_path, directory)
         group = reserve(layout)
         engines = EngineRoom(config, layout, group)
+        if is_new:
+            engines.speculation = engines.drafting(learned=False)
         learner = RemoteLearner(
             lambda: [create(LearnerActor, layout, group, index, rank) for rank, index in enumerate(layout.ranks)],
             config.learner,
@@ -221,10 +247,14 @@ async def _start_actors(
     members = Members(engines)
     max_restarts = config.rollout.max_restarts
     if directory is None:
-        sender = RemoteSender(learner, engines, members, config.rollout.engine, transport)
+        sender = RemoteSender(
+            learner, engines, members, config.rollout.engine, transport, speculation=config.speculation
+        )
         return Cluster(room, learner, sender, members, max_restarts=max_restarts)
     speculation, checkpoint = _trained_drafter(config)
-    sender = RemoteSender(learner, engines, members, config.rollout.engine, transport, checkpoint)
+    sender = RemoteSender(
+        learner, engines, members, config.rollout.engine, transport, checkpoint, speculation=room.speculation
+    )
     trainers = [
         RemoteTrainer(
             partial(room.engines.__getitem__, engine.name),
@@ -248,8 +278,16 @@ async def _start_actors(
     ]
     store = FileStore(directory, checkpoint, members.names, speculation)
     drafter_sender = RoundSender(sender, store.rounds)
-    drafter = OnlineDrafterTraining(members, trainers, drafter_sender, store, speculation.training, apart=apart)
-    return Cluster(room, learner, sender, members, max_restarts=max_restarts, drafter=drafter, trainers=trainers)
+    cluster = Cluster(room, learner, sender, members, max_restarts=max_restarts, trainers=trainers)
+    switch = None
+    if room.speculation != speculation:
+        kind, length = speculation.drafter.kind, speculation.max_draft_length
+        costs_K = draft_costs(checkpoint, model_path, kind=kind, max_draft_length=length)
+        switch = DrafterSwitch(cluster, SwitchMonitor(costs_K))
+    cluster.drafter = OnlineDrafterTraining(
+        members, trainers, drafter_sender, store, speculation.training, apart=apart, switch=switch
+    )
+    return cluster
 
 
 def training_directory(config: Config) -> Path | None:
@@ -289,7 +327,13 @@ def _check_training(config: Config, layout: ClusterLayout) -> None:
 def _with_own_embeddings(config: Config, model_path: Path, directory: Path) -> Config:
     speculation, checkpoint = _trained_drafter(config)
     dtype = getattr(torch, config.rollout.engine.dtype)
+    if speculation.has_new_drafter:
+        checkpoint = directory / "new"
+        kind, length = speculation.drafter.kind, speculation.max_draft_length
+        write_new_drafter(kind, model_path, checkpoint, seed=config.run.seed, draft_length=length)
     path = with_own_embeddings(checkpoint, directory / "drafter", model_path=model_path, dtype=dtype)
+    if speculation.has_new_drafter and path != checkpoint:
+        remove_directory(checkpoint)  # from memory, most likely
     drafter = speculation.drafter.model_copy(update={"path": str(path)})
     return config.model_copy(update={"speculation": speculation.model_copy(update={"drafter": drafter})})
 

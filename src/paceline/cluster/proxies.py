@@ -46,6 +46,10 @@ class RemoteEngine:
         self.actor = actor
         self.pid = 0
         self._config = config
+        self.speculation: SpeculationConfig | None = None
+        """What it was started with, like `config`."""
+        self.start_s = 0.0
+        """Seconds that its last start took."""
         self._clock = RemoteClock()
         self._closing: asyncio.Task[None] | None = None
 
@@ -57,16 +61,18 @@ class RemoteEngine:
         speculation: SpeculationConfig | None,
         device: DeviceKind,
     ) -> None:
+        began_s, self.speculation = time.monotonic(), speculation
         starting = self.actor.start.remote(self.name, model_path, self._config, seed, cpus, speculation, device)
         self.pid = await self._answer("start", starting, self._config.start_deadline_s + self._config.call_deadline_s)
+        self.start_s = time.monotonic() - began_s
         for _ in range(3):
             await self._compare_clocks()
 
-    async def restart(self, config: EngineConfig) -> None:
-        self._config = config
-        await self._answer(
-            "restart", self.actor.restart.remote(config), config.start_deadline_s + config.call_deadline_s
-        )
+    async def restart(self, config: EngineConfig, speculation: SpeculationConfig | None) -> None:
+        began_s, self._config, self.speculation = time.monotonic(), config, speculation
+        restarting = self.actor.restart.remote(config, speculation)
+        await self._answer("restart", restarting, config.start_deadline_s + config.call_deadline_s)
+        self.start_s = time.monotonic() - began_s
 
     @property
     def config(self) -> EngineConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.cluster.proxies import RemoteEngine
 from paceline.cluster.remote_learner import RemoteLearner
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, SpeculationConfig
 from paceline.devices import Transport
 from paceline.orchestrator.members import Members
 from paceline.types import EngineLostError, PacelineError, Receipt
@@ -32,15 +32,17 @@ class RemoteSender:
         config: EngineConfig,
         transport: Transport,
         drafter: Path | None = None,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
-        """`members` says which of the engines are alive; `drafter` is the checkpoint of their drafter, if it is
-        trained."""
+        """`members` says which of the engines are alive, `config` and `speculation` what they were started with;
+        `drafter` is the checkpoint of their drafter, if it is trained."""
         self._learner = learner
         self._engines = {engine.name: engine for engine in engines}
         self._members = members
         self._config = config
         self._transport = transport
         self._drafter = drafter
+        self._speculation = speculation
         self._version = 0
         self._group: list[str] = []
         """Names of the engines in the process group; none while it has to be made."""
@@ -64,8 +66,9 @@ class RemoteSender:
             async with self._learner.still, self._one_push:
                 if not self._learner.pushed.is_set():
                     continue
-                if engine.config != self._config:
-                    raise EngineLostError(engine.name, "started with another precision than the engines have by now")
+                if (engine.config, engine.speculation) != (self._config, self._speculation):
+                    why = "started with another precision or drafter than the engines have by now"
+                    raise EngineLostError(engine.name, why)
                 (receipt,) = await self._push([engine], self._version, self._stage)
                 if receipt.ok:
                     self._engines[engine.name] = engine
@@ -83,9 +86,10 @@ class RemoteSender:
         # An engine that does not answer is lost, and the fleet finds that out at its next call.
         await asyncio.gather(*(engine.stop_speculation() for engine in self._alive()), return_exceptions=True)
 
-    def engines_restarted(self, config: EngineConfig) -> None:
-        """Engines were started again with this config. Make the group anew: their new processes have not joined it."""
-        self._config = config
+    def engines_restarted(self, config: EngineConfig, speculation: SpeculationConfig | None) -> None:
+        """Engines were started again with these settings. Make the group anew: their new processes have not joined
+        it."""
+        self._config, self._speculation = config, speculation
         self._group = []
 
     def _stage(self) -> Awaitable[Push]:

@@ -14,7 +14,7 @@ from paceline.types import Receipt
 
 
 class RoundSender:
-    """drafter_training.DrafterSender: sends the drafter of a round over the weight wire."""
+    """drafter_store.DrafterSender: sends the drafter of a round over the weight wire."""
 
     def __init__(self, sender: RemoteSender, rounds: Rounds) -> None:
         self._sender = sender

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import model_validator
+
 from paceline.config.base import Section
 from paceline.config.cluster import ClusterConfig
 from paceline.config.data import ArenaData, DataConfig
@@ -27,3 +29,12 @@ class Config(Section):
     guard: GuardConfig = GuardConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _restartable(self) -> Config:
+        if self.speculation is not None and self.speculation.has_new_drafter and self.run.max_age:
+            raise ValueError(
+                f"speculation.drafter.path: got 'new' with run.max_age {self.run.max_age}; must be a checkpoint "
+                "because engines are started again between batches, and in asynchronous training there is no between"
+            )
+        return self

@@ -50,8 +50,8 @@ class HistoryDrafter(_MatchingDrafter):
 
 class LearnedDrafter(Section):
     path: str
-    """A speculators checkpoint (`paceline draft train` makes one), or `arena` for the one that belongs to an arena
-    policy."""
+    """A speculators checkpoint (`paceline draft train` makes one), `arena` for the one that belongs to an arena policy,
+    or `new` for one that the run trains from nothing: engines draft from history until it pays for their restart."""
     draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic"
     """How the drafter proposes. Probabilistic accepts clearly more at temperature 1; both are lossless."""
     weights: Literal["full", "fp8"] = "full"
@@ -170,8 +170,26 @@ class SpeculationConfig(Section):
     selector: SelectorConfig = MeasuredSelector()
     training: DrafterTrainingConfig = DrafterTrainingConfig()
 
+    @property
+    def has_new_drafter(self) -> bool:
+        """Whether the drafter has to be trained before it is of use."""
+        return isinstance(self.drafter, LearnedDrafter) and self.drafter.path == "new"
+
+    @property
+    def from_history(self) -> SpeculationConfig:
+        """The same with the history drafter. A cost file is of engines with the other one."""
+        selector = self.selector
+        if isinstance(selector, MeasuredSelector):
+            selector = selector.model_copy(update={"costs": None})
+        return SpeculationConfig(drafter=HistoryDrafter(), max_draft_length=self.max_draft_length, selector=selector)
+
     @model_validator(mode="after")
     def _trainable(self) -> SpeculationConfig:
+        if self.has_new_drafter and self.training.mode == "off":
+            raise ValueError(
+                "speculation.drafter.path: got 'new' with speculation.training.mode 'off'; must be a checkpoint "
+                "because a new drafter guesses nothing before it is trained: set speculation.training.mode=idle"
+            )
         if self.training.mode != "off" and not isinstance(self.drafter, LearnedDrafter):
             raise ValueError(
                 f"speculation.training.mode: got {self.training.mode!r} with drafter.kind {self.drafter.kind!r}; "

@@ -136,8 +136,9 @@ class Setup:
 
     def _find_drafter(self, kind: str) -> Path | None:
         own, named = self.config.speculation, workloads.split(self.config.policy.model)
-        if own is not None and isinstance(own.drafter, LearnedDrafter) and own.drafter.kind == kind:
-            name = own.drafter.path
+        asked = None if own is None or own.has_new_drafter else own.drafter
+        if isinstance(asked, LearnedDrafter) and asked.kind == kind:
+            name = asked.path
         elif named is not None:
             name = named[0]
         else:

@@ -187,12 +187,11 @@ def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: tor
     policy's. Each tensor-parallel worker compares its own rows."""
     verify_checksums(source)
     weights = load_file(source / "model.safetensors")
-    embedding_VD = _policy_tensor(model_path, "model.embed_tokens.weight")
-    head_VD = _policy_tensor(model_path, "lm_head.weight")
+    embedding_VD, head_VD = policy_embeddings(model_path)
     equal = False
     for name, other_VD in (
         ("embed_tokens.weight", embedding_VD),
-        ("lm_head.weight", embedding_VD if head_VD is None else head_VD),
+        ("lm_head.weight", head_VD),
     ):
         own_VD = weights.get(name)
         if own_VD is None or other_VD is None or own_VD.shape != other_VD.shape:
@@ -205,6 +204,13 @@ def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: tor
         return source
     write_checkpoint(out, (source / "config.json").read_text(encoding="utf-8"), weights, source / "tokenizer.json")
     return out
+
+
+def policy_embeddings(model_path: Path) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Read the policy's embedding and output head, the same where they are tied; None for what is not found."""
+    embedding_VD = _policy_tensor(model_path, "model.embed_tokens.weight")
+    head_VD = _policy_tensor(model_path, "lm_head.weight")
+    return embedding_VD, embedding_VD if head_VD is None else head_VD
 
 
 def _policy_tensor(model_path: Path, name: str) -> torch.Tensor | None:

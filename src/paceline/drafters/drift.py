@@ -9,6 +9,7 @@ worth
     expected_gain_s = generation_s x g / (1 + g) x horizon_steps
 
 and an update is made when that exceeds its cost: on idle engines that of publishing, inline that of training as well.
+An untrained drafter gains less than noise at first, so a few rounds of it must gain nothing before it is left alone.
 
     observe (every step) ──▶ decide ──▶ training ──▶ judge on the held-out slice ──▶ published or not ──▶ note_update
                                                                 │
@@ -23,7 +24,7 @@ from enum import Enum
 
 from paceline.config import DriftConfig
 
-_RECENT = 0.4
+RECENT = 0.4
 """Weight of the newest step in the smoothed accepted length: steps differ by their prompts."""
 _FORGET = 0.05
 """Share of a fall by which the baseline follows in one step."""
@@ -31,12 +32,14 @@ _LOST_SHARE = 0.1
 """Share of the expected acceptance below which a drafter is lost. Drift does not fall this low: a policy that has moved
 far still agrees with its drafter on easy tokens."""
 _MIN_EXPECTED = 0.2
-"""Accepted drafts per verification that must have been expected: an untrained drafter is not a lost one."""
+"""Accepted drafts per verification below which a drafter is untrained, and so cannot be a lost one."""
+_PATIENCE = 3
+"""Rounds in a row that an untrained drafter may change by less than noise and still be trained on."""
 _MIN_VERIFICATIONS = 200
 """Verifications before the alarm may ring. At 0.2 independently accepted drafts per verification, fewer than a tenth of
 200 x 0.2 come by chance once in 10^11 times."""
 
-_FOLLOWED = ("recent", "baseline", "generation_s", "last_gain", "cost_s")
+_FOLLOWED = ("recent", "baseline", "generation_s", "last_gain", "cost_s", "num_idle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,8 @@ class DriftMonitor:
         self._generation_s = 0.0
         self._last_gain: float | None = None
         self._cost_s = 0.0
+        self._num_idle = 0
+        """Rounds in a row in which an untrained drafter changed by less than noise."""
 
     def state(self) -> dict[str, float | None]:
         return {name: getattr(self, f"_{name}") for name in _FOLLOWED}
@@ -85,10 +90,10 @@ class DriftMonitor:
         out."""
         known = self._recent is not None
         self._recent = (
-            accepted_length if self._recent is None else self._recent + _RECENT * (accepted_length - self._recent)
+            accepted_length if self._recent is None else self._recent + RECENT * (accepted_length - self._recent)
         )
         self._generation_s = (
-            self._generation_s + _RECENT * (generation_s - self._generation_s) if known else generation_s
+            self._generation_s + RECENT * (generation_s - self._generation_s) if known else generation_s
         )
         self._baseline = max(self._recent, self._baseline + _FORGET * (self._recent - self._baseline))
 
@@ -99,6 +104,8 @@ class DriftMonitor:
         training does not mend, such as harder prompts. Training is tried again when acceptance falls further."""
         self._last_gain = max(0.0, verdict.gain)
         self._cost_s = cost_s
+        idle = abs(verdict.gain) <= self._config.noise and verdict.before < 1 + _MIN_EXPECTED
+        self._num_idle = self._num_idle + 1 if idle else 0
         if not verdict.publish and self._recent is not None:
             self._baseline = self._recent
 
@@ -111,6 +118,8 @@ class DriftMonitor:
             return self._decision(True, "what training brings is not known yet", drift, drift)
         # Back to the baseline is a rise by drift / (1 - drift).
         gain = max(drift / (1 - drift), self._last_gain)
+        if 0 < self._num_idle <= _PATIENCE:
+            return self._decision(True, "untrained drafters learn little at first", drift, gain)
         if gain <= self._config.noise:
             return self._decision(False, "acceptance holds", drift, gain)
         worth = self.worth_s(gain) > self._cost_s

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from paceline.drafters import dflash, eagle
-from paceline.drafters.checkpoint import instantiate
+from paceline.drafters.checkpoint import instantiate, policy_embeddings, save
 from paceline.drafters.loss import Guesses
 from paceline.drafters.packing import Pack
 
@@ -33,6 +34,14 @@ class Kind(Protocol):
 
 
 KINDS: dict[str, Kind] = {"eagle3": eagle, "dflash": dflash}
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """Hidden states for the drafter, in vLLM's numbering (i: after i layers). As EAGLE-3 chooses them, early, middle
+    and late; a small policy has so few layers that the last one is worth its place, and 0 is the embedding."""
+    if num_layers >= 8:
+        return (2, num_layers // 2, num_layers - 3)
+    return (1, round(0.75 * num_layers), num_layers) if num_layers > 2 else (0, 1, 2)
 
 
 def new_drafter(
@@ -64,6 +73,48 @@ def new_drafter(
         # Drawn on the CPU, so that a seed makes the same drafter on every machine.
         drafter.fc.weight.copy_(torch.randn(drafter.fc.weight.shape) / (math.sqrt(fan_in) * scale_C))
     return drafter
+
+
+def write_new_drafter(kind: str, model_path: Path, out: Path, *, seed: int, draft_length: int) -> None:
+    """Write the checkpoint of an untrained drafter, made from the policy's files alone. How large the hidden states
+    are is not known without a pass of the policy: they are all read at the same scale."""
+    embedding_VD, head_VD = policy_embeddings(model_path)
+    if embedding_VD is None or head_VD is None:
+        raise ValueError(
+            f"speculation.drafter.path: got 'new' with {model_path}, which has no model.embed_tokens.weight; must be a "
+            "checkpoint because a new drafter starts from the policy's embedding: `paceline draft train` makes one"
+        )
+    policy = AutoConfig.from_pretrained(model_path).get_text_config()
+    taps = default_taps(policy.num_hidden_layers)
+    drafter = new_drafter(
+        kind,
+        policy,
+        taps=taps,
+        policy_path=model_path,
+        embedding_VD=embedding_VD,
+        head_VD=head_VD,
+        tap_scale_K=[1.0] * len(taps),
+        seed=seed,
+        draft_length=draft_length,
+    )
+    save(drafter, out, tokenizer=model_path / "tokenizer.json")
+
+
+def draft_costs(drafter: Path, policy: Path, *, kind: str, max_draft_length: int) -> list[float]:
+    """Time of 0, 1, ... drafts in passes of the policy, by the weights that are read. EAGLE-3 makes a pass for each
+    draft, DFlash one for all of them."""
+    share = _weights_read(drafter) / _weights_read(policy)
+    return [share * (min(k, 1) if kind == "dflash" else k) for k in range(max_draft_length + 1)]
+
+
+def _weights_read(checkpoint: Path) -> int:
+    """Weights that a pass reads: not the embedding, of which it looks rows up, unless it is the output head too."""
+    sizes: dict[str, int] = {}
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            sizes |= {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    tied = "lm_head.weight" not in sizes
+    return sum(size for name, size in sizes.items() if tied or not name.endswith("embed_tokens.weight"))
 
 
 def guess(

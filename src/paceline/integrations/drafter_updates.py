@@ -19,9 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +32,7 @@ from paceline.drafters.buffer import Buffer
 from paceline.drafters.checkpoint import load, save, weights_of
 from paceline.drafters.comparison import compare
 from paceline.drafters.drift import DriftMonitor, Verdict
+from paceline.drafters.failures import MAX_FAILURES, Failures
 from paceline.drafters.packing import Document
 from paceline.drafters.provenance import Provenance, write_provenance
 from paceline.drafters.trainer import WEIGHTS, DrafterTrainer, Schedule, State, load_weights, trained
@@ -46,10 +45,6 @@ if TYPE_CHECKING:
     from paceline.drafters.checkpoint import Drafter
 
 logger = logging.getLogger(__name__)
-_MAX_FAILURES = 3
-"""Failures of one thing in a row after which no drafter is trained any more."""
-_PATIENCE = 3
-"""Rounds in a row that may gain less than noise before a drafter is taken to hold."""
 
 
 class DrafterUpdater:
@@ -82,20 +77,22 @@ class DrafterUpdater:
         """What was spent beyond the budget so far."""
         self._drift = DriftMonitor(config.drift)
         self._observed = False
-        self._small_gains = 0
-        """Candidates in a row that were better by less than noise: untrained drafters begin so."""
         self._totals: Mapping[str, float] = {}
         self._differences = Differences()
-        self._failures: Counter[str] = Counter()
-        self._told: set[str] = set()
-        self.given_up = False
-        """Whether failures have ended training."""
+        self._failures = Failures(
+            lambda what, error: logger.error(
+                "drafter training failed (%s); the engine goes on with the drafter that it has", what, exc_info=error
+            ),
+            lambda what: logger.warning(
+                "drafter training given up after %d failures in a row (%s)", MAX_FAILURES, what
+            ),
+        )
         self._step: dict[str, float] = {}
         """Metrics since they were last taken."""
 
     def add(self, documents: Sequence[Document], version: int) -> None:
         """Keep rollouts of this version of the policy, with its hidden states."""
-        with self._contained("add"):
+        with self._failures.contained("add"):
             if self.given_up:
                 return
             if self._buffer is None:
@@ -106,19 +103,19 @@ class DrafterUpdater:
     def update(self, head_VD: torch.Tensor, budget_s: float) -> None:
         """Follow the engine, then train for about so long and publish what is better. `head_VD` is the output head of
         the policy as it is now."""
-        with self._contained("observe"):
+        with self._failures.contained("observe"):
             self._observe()
         if not self._wanted():
             return
-        with self._contained("start"):
+        with self._failures.contained("start"):
             self._follow(head_VD)  # importing and loading takes seconds, once, which no budget foresees
         if self._trainer is None:
             return
         began_s = time.monotonic()
-        with self._contained("train"), torch.enable_grad():
+        with self._failures.contained("train"), torch.enable_grad():
             self._train(self._trainer, began_s + budget_s - self._overdrawn_s)
         if self._fresh_tokens >= self._config.round_tokens:
-            with self._contained("publish"):
+            with self._failures.contained("publish"):
                 self._judge(self._trainer, head_VD)
         spent_s = time.monotonic() - began_s
         self._overdrawn_s = max(0.0, self._overdrawn_s + spent_s - budget_s)
@@ -127,9 +124,10 @@ class DrafterUpdater:
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call, under the names of metrics.jsonl."""
         step, self._step = self._step, {}
+        failures, self._failures.num = self._failures.num, 0
         trainer, buffer = self._trainer, self._buffer
         return {
-            "draft/failures": 0.0,
+            "draft/failures": float(failures),
             **self._drift.decide().metrics(),
             **step,
             "draft/tokens_trained": float(self._num_tokens),
@@ -142,7 +140,7 @@ class DrafterUpdater:
     def save(self, directory: Path, provenance: Provenance) -> None:
         """Write the drafter that the engine has as a checkpoint, in place of an older one; nothing if none was ever
         published."""
-        with self._contained("save"):
+        with self._failures.contained("save"):
             if self._judged is None or self._version <= 0:
                 return
             load_weights(self._judged, self._published)
@@ -152,10 +150,15 @@ class DrafterUpdater:
             save(self._judged, directory, tokenizer=tokenizer, notes=lambda new: write_provenance(new, provenance))
 
     def close(self) -> None:
-        with self._contained("close"):
+        with self._failures.contained("close"):
             self._wire.close()
             if self._directory is not None:
                 self._directory.close()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether failures have ended training."""
+        return self._failures.given_up
 
     @property
     def num_tokens(self) -> int:
@@ -179,8 +182,7 @@ class DrafterUpdater:
             self._push(self._start(), self._published, after=max(version, self._version))
 
     def _wanted(self) -> bool:
-        always = self._config.when == "always" or not self._observed or 0 < self._small_gains <= _PATIENCE
-        worth_it = always or self._drift.decide().train
+        worth_it = self._config.when == "always" or not self._observed or self._drift.decide().train
         return worth_it and not self.given_up and self._buffer is not None
 
     def _start(self) -> Drafter:
@@ -240,8 +242,6 @@ class DrafterUpdater:
             return  # the next steps bring more held-out rollouts
         self._step |= verdict.metrics()
         self._num_rounds, self._fresh_tokens = self._num_rounds + 1, 0
-        small = verdict.after > verdict.before and not verdict.publish
-        self._small_gains = self._small_gains + 1 if small else 0
         logger.info("drafter round %d: %s", self._num_rounds, _told(verdict))
         publish_s = self._push(judged, candidate, after=self._version) if verdict.publish else 0.0
         if not verdict.after >= verdict.before:  # worse, or not a number
@@ -260,23 +260,6 @@ class DrafterUpdater:
 
     def _count(self, key: str, value: float) -> None:
         self._step[key] = self._step.get(key, 0.0) + value
-
-    @contextmanager
-    def _contained(self, what: str) -> Iterator[None]:
-        """Whatever is raised inside ends here: a drafter may fail, the host's training may not."""
-        try:
-            yield
-        except Exception:
-            self._count("draft/failures", 1.0)
-            self._failures[what] += 1
-            if what not in self._told:
-                self._told.add(what)
-                logger.exception("drafter training failed (%s); the engine goes on with the drafter that it has", what)
-            if self._failures[what] == _MAX_FAILURES and not self.given_up:
-                self.given_up = True
-                logger.warning("drafter training is given up after %d failures in a row (%s)", _MAX_FAILURES, what)
-        else:
-            self._failures[what] = 0
 
 
 def _told(verdict: Verdict) -> str:

@@ -24,13 +24,11 @@ from paceline.drafters.checkpoint import read_taps
 from paceline.drafters.packing import Document
 from paceline.files import verify_checksums
 from paceline.learner.fsdp import FsdpLearner
-from paceline.learner.hidden_states import HiddenStateTap, choose
+from paceline.learner.hidden_states import CHUNK_ROLLOUTS, HiddenStateTap, choose
 from paceline.types import Sample
 
 _SETTLED_S = 2.0
 """Seconds for which a checkpoint must not have been written to."""
-_CHUNK_ROLLOUTS = 64
-"""Rollouts between two looks at the clock."""
 _DEPTH = 3
 """How far below its directory a checkpoint may be: verl's are in global_step_N/actor/huggingface."""
 
@@ -136,7 +134,7 @@ class PolicyStates:
             seed=seed,
         )
         while chosen and time.monotonic() < until_s:
-            chosen, part = chosen[:-_CHUNK_ROLLOUTS], chosen[-_CHUNK_ROLLOUTS:]
+            chosen, part = chosen[:-CHUNK_ROLLOUTS], chosen[-CHUNK_ROLLOUTS:]
             documents += self._tap.all_documents([samples[i] for i in part])
         return documents
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from paceline.config import BufferConfig
 from paceline.drafters.buffer import document_bytes
+from paceline.drafters.failures import Failures
 from paceline.drafters.packing import Document
 from paceline.learner.batch import draw
 from paceline.learner.checkpoint import output_head
@@ -97,7 +98,7 @@ class PolicyTap:
         self._recording = ExitStack()
         self._recorded: dict[int, torch.Tensor] = {}
         self._last: list[torch.Tensor] = []
-        self.num_failures = 0
+        self.failures = Failures(self._give_up)
         _ = self.head_VD  # raises what stands in the way, here and not in a pass
         self._handles = [
             self._called.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -132,7 +133,7 @@ class PolicyTap:
         self._rows = []
         if not self.policy.training or torch.is_grad_enabled() != self._with_gradient or kwargs.get("labels") is None:
             return
-        with self._contained():
+        with self.failures.contained("take"):
             self._rows = self._choose(list(self._new_rows(kwargs)))
             if self._rows:
                 self._last = []
@@ -146,7 +147,7 @@ class PolicyTap:
         self._recording.close()
         if not self._rows:
             return
-        with self._contained():
+        with self.failures.contained("take"):
             (last_BSD,) = self._last
             if not self._checked:
                 self._check(self._rows[0], last_BSD, output.log_probs)
@@ -206,12 +207,7 @@ class PolicyTap:
                 "policy scales or caps its logits, or the trainer pads in another way"
             )
 
-    @contextmanager
-    def _contained(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            self.num_failures += 1
-            self._rows = []
-            self.close()
-            logger.exception("no more hidden states are taken from the trainer's passes; the drafter stays as it is")
+    def _give_up(self, _what: str, error: BaseException) -> None:
+        self._rows = []
+        self.close()
+        logger.error("no more hidden states are taken; the drafter stays as it is", exc_info=error)

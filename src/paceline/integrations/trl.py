@@ -34,6 +34,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from paceline.config import BufferConfig, DrafterTrainingConfig
 from paceline.drafters.checkpoint import taps_among
+from paceline.drafters.failures import Failures
 from paceline.drafters.provenance import Provenance
 from paceline.integrations.drafter_updates import DrafterUpdater
 from paceline.integrations.engine_wire import EngineWire, Rpc, http_rpc
@@ -65,13 +66,14 @@ class DrafterCallback(TrainerCallback):
         self._start = ""
         self._judged: object = None
         """The generation whose ratios were logged."""
-        self._num_failures = 0
-        self._told: set[str] = set()
+        self._failures = Failures(
+            lambda what, error: logger.error("Paceline's callback: %s; TRL goes on without", what, exc_info=error)
+        )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self._trainer.accelerator.is_main_process:
             return
-        with self._contained("it could not begin"):
+        with self._failures.contained("it could not begin"):
             if (problem := _unsupported(self._trainer)) is None:
                 problem = self._begin(EngineWire(_rpc(self._trainer)))
             if problem is not None:
@@ -80,12 +82,12 @@ class DrafterCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self._trainer.accelerator.is_main_process:
             return
-        with self._contained("raw ratios could not be taken"):
+        with self._failures.contained("raw ratios could not be taken"):
             self._log_ratios()
-        with self._contained("the drafter could not be trained"):
+        with self._failures.contained("the drafter could not be trained"):
             self._update(state.global_step)
-        if self._num_failures:
-            self._log({"paceline/callback_failures": float(self._num_failures)})
+        if self._failures.num:
+            self._log({"paceline/callback_failures": float(self._failures.num)})
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._save(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "drafter", state)
@@ -133,7 +135,7 @@ class DrafterCallback(TrainerCallback):
             return
         self._updater.add(self._tap.take(), step)
         self._updater.update(self._tap.head_VD, self._budget_s)
-        self._log(self._updater.metrics() | {"draft/hand_over_failures": float(self._tap.num_failures)})
+        self._log(self._updater.metrics() | {"draft/hand_over_failures": float(self._tap.failures.num)})
         if self._updater.given_up:
             self._tap.close()  # nobody needs more hidden states
 
@@ -161,16 +163,6 @@ class DrafterCallback(TrainerCallback):
             rl_steps=state.global_step,
         )
         self._updater.save(directory, provenance)
-
-    @contextmanager
-    def _contained(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            self._num_failures += 1
-            if what not in self._told:
-                self._told.add(what)
-                logger.exception("Paceline's callback: %s; TRL goes on without", what)
 
 
 def _unsupported(trainer: Any) -> str | None:

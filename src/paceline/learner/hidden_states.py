@@ -25,6 +25,9 @@ from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.scoring import LogpResult
 from paceline.types import Floats, Sample
 
+CHUNK_ROLLOUTS = 64
+"""Rollouts whose hidden states are computed and held at once, by those who go through many."""
+
 
 class HiddenStateTap:
     """One rank of the learner with the drafter's taps in it. `score` is collective, as `FsdpLearner.logp` is."""

@@ -15,112 +15,26 @@ again at the next step, and after a few failures in a row training ends. Whateve
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.config import DrafterTrainingConfig
 from paceline.drafters.drift import DriftMonitor, LostDrafter, Remedy, Verdict
+from paceline.drafters.failures import MAX_FAILURES, Failures
 from paceline.drafters.provenance import Provenance
+from paceline.orchestrator.drafter_store import DrafterSender, DrafterStore
+from paceline.orchestrator.drafter_switch import NoSwitch
 from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.leases import Account
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.slots import Slots, Trainer
-from paceline.types import Engine, Group, Receipt
+from paceline.types import Engine, Group
 
-_MAX_FAILURES = 3
-"""Failures of one thing in a row after which no drafter is trained any more: a full disk, a directory that is gone."""
 _LOOK_AGAIN_S = 0.02
 _ACCOUNTED = [field.name for field in fields(Account) if field.name != "recall_s"]
-
-
-class DrafterStore(Protocol):
-    """Training data and rounds of the drafter, which the run shares with its trainers."""
-
-    def has_documents(self) -> bool:
-        """Whether there is anything to train on."""
-        ...
-
-    def round(self) -> int:
-        """Number of the newest base; 0 is the drafter that the run began with."""
-        ...
-
-    def published(self) -> int:
-        """Number of the base that the engines have."""
-        ...
-
-    def fresh_tokens(self) -> int:
-        """Tokens trained on in the present round, by all trainers together."""
-        ...
-
-    def slices_made(self) -> bool:
-        """Whether every trainer has made its counted slices for the newest policy."""
-        ...
-
-    def close_round(self) -> None:
-        """Average what the trainers have made of the newest base into the next."""
-        ...
-
-    def verdict(self, number: int) -> Verdict | None:
-        """What a trainer found about a base; None before it has."""
-        ...
-
-    def publish(self, number: int) -> None:
-        """Note that the engines have this base."""
-        ...
-
-    def revert(self) -> int:
-        """Go on from the published base, under a new number, which counts as published; returns that number."""
-        ...
-
-    def forget(self) -> None:
-        """Remove what is older than the newest base, except the published one."""
-        ...
-
-    def training_s(self) -> float:
-        """Seconds that all trainers have spent since the run began."""
-        ...
-
-    def tokens_trained(self) -> int:
-        """Tokens that all trainers have trained on since the run began."""
-        ...
-
-    def keep_in(self, file: Path) -> None:
-        """From now on `keep` copies to this file."""
-        ...
-
-    def copy_to(self, directory: Path) -> None:
-        """Copy what training goes on from into a new directory: bases with their optimizer, verdicts, progress."""
-        ...
-
-    def copy_from(self, directory: Path) -> None:
-        """Take over what `copy_to` wrote."""
-        ...
-
-    def keep(self, number: int) -> None:
-        """Copy a base to where it survives a crash of the run, if there is such a place."""
-        ...
-
-    def metrics(self) -> Mapping[str, float]: ...
-
-    def close(self) -> None: ...
-
-    def save(self, directory: Path, provenance: Provenance | None) -> None:
-        """Write the published drafter as a checkpoint, with what is known about it."""
-        ...
-
-
-class DrafterSender(Protocol):
-    async def send_drafter(self, number: int) -> Sequence[Receipt]:
-        """Push this base of the store to every engine."""
-        ...
-
-    async def stop_speculation(self) -> None:
-        """No engine drafts any more."""
-        ...
 
 
 class OnlineDrafterTraining:
@@ -135,14 +49,16 @@ class OnlineDrafterTraining:
         config: DrafterTrainingConfig,
         *,
         apart: Collection[str] = (),
+        switch: NoSwitch | None = None,
     ) -> None:
         """`trainers` stand beside the members, in their order. The engines named in `apart` share no core or GPU with
-        the learner: their slots may be leased while it works."""
+        the learner: their slots may be leased while it works. `switch` is for engines that begin with history."""
         self._members = members
         self._sender = sender
         self._store = store
         self._config = config
         self._apart = frozenset(apart)
+        self._switch = switch or NoSwitch()
         self._slots = Slots(members, trainers, config.lease, choosy=config.mode == "idle")
         self._drift = DriftMonitor(config.drift)
         self._lost = LostDrafter()
@@ -153,12 +69,12 @@ class OnlineDrafterTraining:
         self._joined = False
         """An engine has joined that has the first drafter."""
         members.on_joined(self._note_joined)
-        self._given_up = False
-        """Training was ended by its failures; engines speculate on with the drafter that they have."""
-        self._failures: Counter[str] = Counter()
-        """Failures in a row, by what failed."""
-        self._told: set[str] = set()
-        self._num_failures = self._last_failures = 0
+        self._failures = Failures(
+            lambda what, error: self._journal.event("drafter_training_failed", during=what, why=repr(error)),
+            lambda what: self._journal.event("drafter_training_given_up", during=what, failures=MAX_FAILURES),
+        )
+        """Once given up, training has ended; engines speculate on with the drafter that they have."""
+        self._last_failures = 0
         self._last = Account()
         self._update_cost_s = 0.0
 
@@ -169,7 +85,7 @@ class OnlineDrafterTraining:
             async with self._slots.running(journal):
                 yield
         finally:
-            with self._contained("close"):
+            with self._failures.contained("close"):
                 self._store.close()
 
     def _note_joined(self, engine: Engine) -> None:
@@ -190,7 +106,7 @@ class OnlineDrafterTraining:
 
     def open_phase(self) -> None:
         if self._config.mode == "idle":
-            with self._contained("open_phase"):
+            with self._failures.contained("open_phase"):
                 self._slots.open(training_wanted=self._wanted())
 
     async def end_generation(self) -> None:
@@ -201,9 +117,9 @@ class OnlineDrafterTraining:
     async def close_phase(self) -> None:
         """Wake every engine, then close the round if enough was trained in it."""
         await self._slots.recall(self._slots.names, awake=True)
-        if self._given_up:
+        if self._failures.given_up:
             return
-        with self._contained("close_round"):
+        with self._failures.contained("close_round"):
             store = self._store
             if store.fresh_tokens() >= self._config.round_tokens and store.round() in (self._judged, store.published()):
                 store.close_round()
@@ -213,7 +129,7 @@ class OnlineDrafterTraining:
     async def train_inline(self) -> None:
         """In mode `inline`, lease every slot for as long as the config says, or until the slices that it says are
         made."""
-        with self._journal.stage("draft"), self._contained("train_inline"):
+        with self._journal.stage("draft"), self._failures.contained("train_inline"):
             if self._config.mode != "inline" or not self._wanted():
                 return
             began_s = _now_s()
@@ -227,26 +143,34 @@ class OnlineDrafterTraining:
             await self.close_phase()
             self._update_cost_s += _now_s() - began_s
 
+    async def switch(self, steps_left: int) -> bool:
+        with self._failures.contained("switch"):
+            if await self._switch.attempt(steps_left, self._journal):
+                self._lost.synced(self._switch.promised)
+                return True
+        return False
+
     async def publish(self, *, restarted: bool) -> None:
         """Send out a drafter that was found better. Restarted engines have the first one again and need the last."""
         self._lost.synced()
-        with self._contained("publish_again"):
+        with self._failures.contained("publish_again"):
             restarted = restarted or self._joined
             if restarted and self._off:
                 await self._sender.stop_speculation()
             elif restarted and self._store.published():
                 await self._send(self._store.published(), None)
             self._joined = False
-        with self._contained("publish"):
+        with self._failures.contained("publish"):
             await self._publish_verdict()
 
     async def _publish_verdict(self) -> None:
         number = self._store.round()
         verdict = self._store.verdict(number)
-        if self._off or self._given_up or verdict is None or number == self._judged:
+        if self._off or self._failures.given_up or verdict is None or number == self._judged:
             return
         began_s = _now_s()
         sent = verdict.publish and await self._send(number, verdict.after)
+        self._switch.promise(verdict.after if sent else verdict.before)
         self._judged = number
         self._update_cost_s += _now_s() - began_s
         fields = self._update_fields(number, verdict)
@@ -263,13 +187,16 @@ class OnlineDrafterTraining:
 
     async def observe(self, groups: Sequence[Group], generation_s: float) -> None:
         """Follow the accepted length, and act on a drafter of which nothing is accepted."""
-        with self._contained("observe"):
+        with self._failures.contained("observe"):
             await self._observe(groups, generation_s)
 
     async def _observe(self, groups: Sequence[Group], generation_s: float) -> None:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         verifications = sum(rollout.num_verifications for rollout in rollouts)
         accepted = sum(rollout.num_accepted for rollout in rollouts)
+        if self._switch.on_history:
+            self._switch.observe(rollouts, generation_s)
+            return
         if self._off or not verifications:
             return
         self._drift.observe(1 + accepted / verifications, generation_s)
@@ -285,9 +212,9 @@ class OnlineDrafterTraining:
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the step since the last call; writes the step's use of slots."""
         found: Mapping[str, float] = {}
-        with self._contained("metrics"):
+        with self._failures.contained("metrics"):
             found = self._metrics()
-        failures, before = self._num_failures + self._slots.num_failures, self._last_failures
+        failures, before = self._failures.num + self._slots.failures.num, self._last_failures
         self._last_failures = failures
         return {**found, "draft/failures": float(failures - before)}
 
@@ -299,6 +226,7 @@ class OnlineDrafterTraining:
         self._journal.places(self._slots.take_spans())
         return {
             **self._drift.decide().metrics(),
+            **self._switch.metrics(),
             **{f"draft/{name}": value for name, value in step.items()},
             "draft/idle_used": step["training_s"] / step["leasable_s"] if step["leasable_s"] > 0 else 0.0,
             "draft/recall_max_ms": 1000 * max(recalls, default=0.0),
@@ -312,25 +240,9 @@ class OnlineDrafterTraining:
         self._store.keep_in(file)
 
     def save(self, directory: Path, provenance: Provenance | None = None) -> None:
-        with self._contained("save"):
-            self._store.save(directory, provenance)
-
-    @contextmanager
-    def _contained(self, what: str) -> Iterator[None]:
-        """Whatever is raised inside ends here: a drafter may fail, a run may not."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  counted in draft/failures
-            self._num_failures += 1
-            self._failures[what] += 1
-            if what not in self._told:
-                self._told.add(what)
-                self._journal.event("drafter_training_failed", during=what, why=repr(error))
-            if self._failures[what] == _MAX_FAILURES and not self._given_up:
-                self._given_up = True
-                self._journal.event("drafter_training_given_up", during=what, failures=_MAX_FAILURES)
-        else:
-            self._failures[what] = 0
+        with self._failures.contained("save"):
+            if self._store.published() or not self._switch.on_history:
+                self._store.save(directory, provenance)
 
     def save_state(self, directory: Path) -> Mapping[str, Any]:
         self._store.copy_to(directory)
@@ -340,6 +252,7 @@ class OnlineDrafterTraining:
             "judged": self._judged,
             "off": self._off,
             "update_cost_s": self._update_cost_s,
+            "switch": self._switch.state(),
         }
 
     def load_state(self, state: Mapping[str, Any], directory: Path) -> None:
@@ -348,6 +261,7 @@ class OnlineDrafterTraining:
         self._lost.restore(state["lost"])
         self._judged, self._off = state["judged"], state["off"]
         self._update_cost_s = state["update_cost_s"]
+        self._switch.restore(state["switch"])
 
     def _account(self) -> Account:
         """Where idle time went since the run began."""
@@ -357,7 +271,9 @@ class OnlineDrafterTraining:
     def _wanted(self) -> bool:
         """Whether there is anything to train on, and a reason to."""
         worth_it = self._config.when == "always" or self._drift.decide().train
-        return not self._off and not self._given_up and self._store.has_documents() and worth_it
+        if self._switch.on_history:
+            worth_it = not self._switch.given_up
+        return not self._off and not self._failures.given_up and self._store.has_documents() and worth_it
 
     def _update_fields(self, number: int, verdict: Verdict) -> dict[str, Any]:
         return {
@@ -368,10 +284,15 @@ class OnlineDrafterTraining:
             "training_s": round(self._store.training_s(), 3),
             "gain_s": round(self._drift.worth_s(max(0.0, verdict.gain)), 4),
             "expected_gain_s": round(self._drift.decide().expected_gain_s, 4),
+            "in_engines": not self._switch.on_history,
         }
 
     async def _send(self, number: int, promised: float | None) -> bool:
-        """Push a base to every engine, and once more if one refuses it; whether all have it."""
+        """Push a base to every engine, and once more if one refuses it; whether all have it. Engines that draft from
+        history get it when they switch."""
+        if self._switch.on_history:
+            self._store.publish(number)
+            return True
         for _ in range(2):
             receipts = await self._sender.send_drafter(number)
             failed = [receipt for receipt in receipts if not receipt.ok]

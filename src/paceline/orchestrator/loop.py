@@ -131,6 +131,7 @@ class _Run:
             await self.parts.learner.load_state(f"{self.recovery.path}/learner")
             if self.mismatch.raised and raise_precision is not None:
                 await raise_precision(True)
+            await self.parts.drafter.switch(self.config.run.steps - self.journal.step)
         elif self.config.rollout.engine.kv_cache == "fp8":
             prompts = self.intake.prompts.peek(self.config.rollout.prompts_per_step)
             await calibrate_on_prompts(self.parts.learner, prompts, self.journal)
@@ -173,8 +174,9 @@ class _Run:
             raise_precision = self.parts.raise_precision if decision.precision is not None else None
             if raise_precision is not None:
                 await raise_precision(decision.precision == "raise")
+            switched = await drafter.switch(self.config.run.steps - self.journal.step)
             await self.sync()  # without an update this is the same version again: what a broken sync needs
-            await drafter.publish(restarted=raise_precision is not None)
+            await drafter.publish(restarted=switched or raise_precision is not None)
 
     async def generate(self) -> dict[int, Group]:
         """What this step trains on; engines that have nothing left to do may be leased to drafter training."""

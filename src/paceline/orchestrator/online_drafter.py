@@ -1,6 +1,7 @@
 """Drafter training as the loop sees it: a protocol, and `Off` for runs that train no drafter.
 
-step:   open_phase ── generation ── end_generation, observe ── update ── train_inline ── close_phase ── sync ── publish
+step:   open_phase ── generation ── end_generation, observe ── update ── train_inline ── close_phase ── switch ── sync
+        ── publish
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ class OnlineDrafter(Lessor, Protocol):
 
     async def close_phase(self) -> None:
         """Weights come next: return when every engine is awake."""
+        ...
+
+    async def switch(self, steps_left: int) -> bool:
+        """Start engines that draft from history again with the learned drafter, if it pays within the steps that are
+        left; whether they were. They are idle, and the policy's sync comes next."""
         ...
 
     async def publish(self, *, restarted: bool) -> None:
@@ -97,6 +103,9 @@ class Off:
 
     async def close_phase(self) -> None:
         return
+
+    async def switch(self, steps_left: int) -> bool:
+        return False
 
     async def publish(self, *, restarted: bool) -> None:
         return

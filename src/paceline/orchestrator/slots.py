@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from paceline.config import LeaseConfig
+from paceline.drafters.failures import Failures
 from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.leases import Account, Action, Event, Leases, LeaseState, Order
 from paceline.orchestrator.members import Members, place_of
@@ -77,8 +78,7 @@ class Slots:
         self._trainers = dict(zip(self._engines, trainers, strict=True))
         self._leases = Leases(list(self._engines), config, choosy=choosy)
         self._crashes = dict.fromkeys(self._engines, 0)
-        self._told: set[str] = set()
-        self.num_failures = 0
+        self.failures = Failures(lambda what, error: self._journal.event("slot_failed", during=what, why=repr(error)))
         """Errors that nobody foresaw, since the run began."""
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -209,7 +209,7 @@ class Slots:
         except EngineLostError as lost:
             self._members.lose(member.name, lost.why)
         except Exception as error:  # noqa: BLE001  counted; a lease that did not begin ends like any other
-            self._failed(action.name.lower(), error)
+            self.failures.note(action.name.lower(), error)
             if action in (Action.SLEEP, Action.RECALL, Action.WAKE):
                 self._members.lose(member.name, f"{action.name.lower()} failed: {error!r}")
 
@@ -222,7 +222,7 @@ class Slots:
         except EngineLostError as lost:
             self._members.lose(member.name, lost.why)
         except Exception as error:  # noqa: BLE001  counted; the slot has no trainer
-            self._failed("start", error)
+            self.failures.note("start", error)
             self._leases.retire(engine)
 
     async def _replace(self, engine: str) -> None:
@@ -241,7 +241,7 @@ class Slots:
             self._members.lose(member.name, lost.why)
             return
         except Exception as error:  # noqa: BLE001  counted; a trainer that cannot be watched is replaced
-            self._failed("watch", error)
+            self.failures.note("watch", error)
             why = repr(error)
         if self._engines[engine] is member:
             self._journal.event("trainer_lost", engine=engine, why=why)
@@ -272,14 +272,7 @@ class Slots:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failed("task", error)
-
-    def _failed(self, what: str, error: BaseException) -> None:
-        """Count a failure; the first of its kind is told."""
-        self.num_failures += 1
-        if what not in self._told:
-            self._told.add(what)
-            self._journal.event("slot_failed", during=what, why=repr(error))
+            self.failures.note("task", error)
 
 
 def _now_s() -> float:

@@ -40,6 +40,7 @@ _OUTCOMES = {
     "drafter_lost": ("lost", "D", RED),
     "drafter_refused": ("refused", "x", GREY),
     "drafter_published": ("published", "^", GREEN),
+    "drafter_switched": ("switched", "o", BLUE),
 }
 _FEW = 5
 """Steps at the beginning and the end of a run that are compared."""
@@ -82,6 +83,9 @@ def drafter_rows(run: RecordedRun) -> list[tuple[str, str]]:
             f"{len(_events(run, 'drafter_published'))} published, {len(_events(run, 'drafter_refused'))} refused",
         ),
     ]
+    if np.isfinite(learned := run.series("draft/learned")).any():
+        switched = [step for step, is_learned in zip(run.steps, learned.tolist(), strict=True) if is_learned == 1]
+        rows.append(("Engines drafted from history", f"until step {switched[0]}" if switched else "in every step"))
     if lost := _events(run, "drafter_lost"):
         rows.append(("Drafter lost", "; ".join(f"step {event['step']}: {event['remedy']}" for event in lost)))
     if crashed := _events(run, "trainer_lost"):

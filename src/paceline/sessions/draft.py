@@ -28,11 +28,11 @@ from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
 from paceline.context import Context, time_left
 from paceline.devices import fast_precision
 from paceline.drafters.checkpoint import save
-from paceline.drafters.kinds import new_drafter
+from paceline.drafters.kinds import default_taps, new_drafter
 from paceline.drafters.provenance import Evaluation, Provenance, write_evaluation, write_provenance
 from paceline.drafters.trainer import DrafterTrainer, Schedule, evaluate
 from paceline.learner.fsdp import FsdpLearner
-from paceline.learner.hidden_states import HiddenStateTap
+from paceline.learner.hidden_states import CHUNK_ROLLOUTS, HiddenStateTap
 from paceline.orchestrator.generate import generate_until
 from paceline.orchestrator.task import prompt_of, read_rows
 from paceline.rollout.engine import VllmEngine
@@ -41,8 +41,6 @@ from paceline.types import Prompt, RolloutRequest, Sample, Tokenizer
 if TYPE_CHECKING:
     from paceline.drafters.checkpoint import Drafter
 
-_CHUNK_ROLLOUTS = 64
-"""Rollouts whose hidden states are held at once."""
 _LEAST_GAIN = 0.01
 """Relative gain in accepted length without which a stage of training was idle."""
 _PATIENCE = 2
@@ -80,14 +78,6 @@ class WarmStart:
             matrix_lr=self.matrix_lr,
             other_lr=self.other_lr,
         )
-
-
-def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Hidden states for the drafter, in vLLM's numbering (i: after i layers). As EAGLE-3 chooses them, early, middle
-    and late; a small policy has so few layers that the last one is worth its place, and 0 is the embedding."""
-    if num_layers >= 8:
-        return (2, num_layers // 2, num_layers - 3)
-    return (1, round(0.75 * num_layers), num_layers) if num_layers > 2 else (0, 1, 2)
 
 
 def read_prompts(file: Path, key: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
@@ -244,8 +234,8 @@ def _run(
     share = 0.0
     while share < 1.0:
         order = rng.permutation(len(samples))
-        for start in range(0, len(order), _CHUNK_ROLLOUTS):
-            trainer.submit(hidden_states.all_documents([samples[i] for i in order[start : start + _CHUNK_ROLLOUTS]]))
+        for start in range(0, len(order), CHUNK_ROLLOUTS):
+            trainer.submit(hidden_states.all_documents([samples[i] for i in order[start : start + CHUNK_ROLLOUTS]]))
             trainer.run(lambda: False)
             share = trainer.num_tokens / num_tokens
             if share * 10 >= num_reports + 1:

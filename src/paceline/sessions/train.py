@@ -166,7 +166,7 @@ def _provenance(config: Config, directory: Path) -> Provenance | None:
     return Provenance(
         policy=f"{directory.resolve()}/policy/step-{config.run.steps} ({config.policy.model} after RL)",
         data=", ".join(f"{key} {value}" for key, value in facts.items()),
-        start=config.speculation.drafter.path,
+        start="random weights" if config.speculation.has_new_drafter else config.speculation.drafter.path,
         num_tokens=0,
         seed=config.run.seed,
         rl_steps=config.run.steps,
@@ -188,7 +188,7 @@ def with_drafter(config: Config, context: Context) -> Config:
     """Return the config with the path of its drafter; a workload's drafter or draft model is made first when it is
     missing."""
     speculation = config.speculation
-    if speculation is None:
+    if speculation is None or speculation.has_new_drafter:
         return config
     match speculation.drafter:
         case (EagleDrafter() | ParallelDrafter()) as drafter:

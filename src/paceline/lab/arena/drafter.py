@@ -13,11 +13,11 @@ from pathlib import Path
 from paceline import assets
 from paceline.context import Context
 from paceline.drafters.checkpoint import widen
+from paceline.drafters.kinds import default_taps
 from paceline.drafters.provenance import read_evaluation, read_provenance, write_evaluation, write_provenance
 from paceline.lab.arena import policy
 from paceline.lab.arena.cache import build_once
 from paceline.lab.arena.growth import GROWTH_FILE
-from paceline.sessions.draft import default_taps
 
 
 def find(policy_name: str, kind: str, context: Context) -> Path:

@@ -17,6 +17,11 @@ batches, in which the selector learns, do not count.
     ridge_tokens                 tokens of a step at which computing takes as long as reading the weights: prefill
                                  tokens per second x seconds of a step of one token, plain. A step with speculation has
                                  active requests x (draft length + 1) tokens, which cost little below the ridge only
+    active_over_ridge            8 over ridge_tokens: drafts of k tokens are nearly free while this times (k + 1) is
+                                 below 1, which bounds the speed-up on the machine whatever the drafter
+
+Both arms read the prompts first, which no draft makes faster. What share of a plain batch that takes, by the rate of
+`ridge`, is in `details.prefill_share`.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -48,6 +54,9 @@ WARMUP = 2
 KV_CACHE_GB = 2
 BUDGET_S = 28 * 60
 """No counted pair but the first of its size is begun that would end later than this after the start."""
+SHARES = {ACTIVE: 0.65, MANY_ACTIVE: 1.0}
+"""By number of active requests, how much of what starting has left of the budget may be spent when its pairs end. An
+engine that has to compile first takes minutes to start."""
 _SETTLE_S = 0.5
 """Pause before a turn: threads of the engine that rests spin for a moment after their last step."""
 
@@ -75,11 +84,17 @@ def run(
     with _hosts(settings, drafter, environ, context) as (hosts, versions):
         ridges = [_ridge(hosts["plain"], model_path, seed + 1 + number) for number in range(3)]
         pairs: dict[int, list[Pair]] = {}
-        for active, share in ((ACTIVE, 0.5), (MANY_ACTIVE, 1.0)):
+        prompt_tokens: dict[int, int] = {}
+        ready_s = time.monotonic()
+        for active, share in SHARES.items():
             batches = siblings(model_path, num_batches=WARMUP + repetitions, num_groups=active // GROUP_SIZE, seed=seed)
-            pairs[active] = _measure(hosts, batches, max_tokens, began_s + share * BUDGET_S, context)[WARMUP:]
+            until_s = ready_s + share * (began_s + BUDGET_S - ready_s)
+            pairs[active] = _measure(hosts, batches, max_tokens, until_s, context)[WARMUP:]
+            prompt_tokens[active] = sum(map(len, batches[0]))
     figures, spread, details = compare(pairs)
-    figures["ridge_tokens"], spread["ridge_tokens"] = middle([ridge["tokens"] for ridge in ridges])
+    tokens = [ridge["tokens"] for ridge in ridges]
+    figures["ridge_tokens"], spread["ridge_tokens"] = middle(tokens)
+    figures["active_over_ridge"], spread["active_over_ridge"] = middle([ACTIVE / one for one in tokens])
     subject = {"model": model, "drafter": "eagle3", "max_tokens": max_tokens, "group_size": GROUP_SIZE, **versions}
     return Result(
         name="hosts",
@@ -92,6 +107,7 @@ def run(
             "warmup_pairs": WARMUP,
             "paired": details,
             "ridge": ridges,
+            "prefill_share": {active: _prefill_share(prompt_tokens[active], ridges, pairs[active]) for active in pairs},
             "past_end_share": {
                 arm: past_end_share(
                     [ids for found in pairs.values() for pair in found for ids in pair[arm].token_ids],
@@ -177,6 +193,13 @@ def _ridge(host: HostProcess, model_path: Path, seed: int) -> dict[str, float]:
     )
     prefill_rate, step_s = sum(map(len, prompts)) / reading, (more - first) / 24
     return {"prefill_tokens_per_s": prefill_rate, "one_token_s": step_s, "tokens": prefill_rate * step_s}
+
+
+def _prefill_share(num_tokens: int, ridges: Sequence[Mapping[str, float]], pairs: Sequence[Pair]) -> float:
+    """Share of a plain batch that reading its prompts takes. Siblings share none of it: vLLM's blocks on the CPU are
+    longer than the arena's prompts."""
+    rate = median(ridge["prefill_tokens_per_s"] for ridge in ridges)
+    return num_tokens / rate / median(pair["plain"].seconds for pair in pairs)
 
 
 def _sum(pairs: Sequence[Pair]) -> dict[str, float]:

@@ -8,7 +8,9 @@ truncated importance weights of tokens. They have the same vLLM, PyTorch and cor
 precision that is fastest here, float32 learners, and the same prompts in the same steps. TRL's settings follow from our
 config, so an override holds for both; beyond those it has no gradient checkpointing, which would slow it down, and
 `microbatch` rollouts in a pass. The arms take turns, in another order for each seed; ratios are of runs of one seed,
-and the first steps, in which selectors and caches warm up, do not count.
+and the first steps, in which selectors and caches warm up, do not count. The policy is the config's, arena:small: a
+step of arena:large takes minutes in float32 on two cores, whoever trains it, and TRL's passes of `microbatch` rollouts
+without checkpointing may not fit into 24 GB.
 
     generation_over_trl     seconds of generation for a token, TRL's over ours; median of the seeds
     rest_of_step_over_trl   seconds of a step outside of generation, weight sync included, ours over TRL's
@@ -43,7 +45,7 @@ from paceline.sessions.workloads import resolve_policy
 ARMS = ("trl", "paceline")
 MICROBATCH = 8
 """Most rollouts in a pass of TRL's learner, padded to the longest of the step; as many as divide the batch."""
-BUDGET_S = 32 * 60
+BUDGET_S = 28 * 60
 """No seed but the first is begun that would end later than this after the start."""
 _SETTINGS = (
     "run.steps=11",

@@ -25,14 +25,13 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from paceline.context import Context
-from paceline.drafters.kinds import guess, new_drafter
+from paceline.drafters.kinds import default_taps, guess, new_drafter
 from paceline.drafters.packing import Document, Pack, make_pack
 from paceline.drafters.saver import Saver, write
 from paceline.drafters.trainer import DrafterTrainer, Schedule, plan_passes, plan_steps, trained
 from paceline.lab.arena.task import demonstration, problems
 from paceline.lab.arena.tokenizer import make_tokenizer
 from paceline.measure import CpuTimes, Result, environment, middle, paired
-from paceline.sessions.draft import default_taps
 from paceline.sessions.workloads import resolve_policy
 
 _CARELESS_SHARE = 0.25

@@ -83,6 +83,7 @@ def _make_generation(settings: GenerationSettings) -> Any:
         accelerator=Accelerator(),
         processing_class=AutoTokenizer.from_pretrained(settings.model),
         mode="colocate",
+        gpu_memory_utilization=0.3,  # as in GRPOConfig; the class's own default leaves no room for a second engine
         max_model_length=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         generation_kwargs={"ignore_eos": True},
