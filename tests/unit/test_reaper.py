@@ -13,7 +13,12 @@ from paceline.cluster import reaper
 from paceline.cluster.ray_session import _reaped  # pyright: ignore[reportPrivateUsage]
 from paceline.files import SEGMENT_PREFIX, SHARED_MEMORY, create_owned
 
-UNMARKED = f"import os, subprocess; os.environ.pop({reaper.VARIABLE!r}); subprocess.run(['sleep', '60'])"
+UNMARKED = f"""
+import os, subprocess, time
+os.environ.pop({reaper.VARIABLE!r})
+subprocess.Popen(['sleep', '60'])
+time.sleep(60)  # does not end with its child, whichever of them is killed first
+"""
 
 
 def marked(mark: str, *command: str) -> subprocess.Popen[bytes]:
