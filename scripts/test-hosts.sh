@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Stock TRL with Paceline on real engines, the long form of tests/engine/test_trl.py: not quite an hour on two slow cores, if a
+# Stock TRL with Paceline on real engines, the long form of tests/engine/test_trl.py: some 75 minutes on two slow cores, if a
 # step of TRL takes 7 s there (estimated, not yet measured). Most of it are six runs of STEPS steps.
 #
 #   bash scripts/test-hosts.sh [DIR]
@@ -7,7 +7,7 @@
 # Laid over the environment that scripts/install-cpu.sh made (VENV, default .venv), which stays as it is: stock TRL of
 # requirements/trl.txt, and the vLLM named in VLLM_VERSION (default: the environment's own; TRL 1.16 names 0.31.0 as its newest, and
 # runs with 0.32.0). All runs use the same one. DIR keeps what was run, and what is there already is not run again; without it
-# everything goes at the end. STEPS (40) and SEEDS ("0 1 2") make it shorter.
+# everything goes at the end. STEPS (60) and SEEDS ("0 1 2") make it shorter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,7 +17,7 @@ trap 'rm -rf "$scratch"' EXIT
 out=${1:-$scratch/runs}
 mkdir -p "$out"
 out=$(realpath "$out")
-steps=${STEPS:-40}
+steps=${STEPS:-60}
 seeds=${SEEDS:-0 1 2}
 
 "$python" -m pip install --quiet --require-hashes --no-deps --target "$scratch/site" -r requirements/trl.txt
