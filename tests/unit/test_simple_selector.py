@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 
 import numpy as np
 import pytest
 
-from paceline.config import SimpleSelector
+from paceline.config import MeasuredSelector, SimpleSelector
 from paceline.selector.select import Selector, Table, build_selector
-from stepping_engine import GOOD, USELESS, Seconds, SteppingEngine, concave, cpu, long_tail
+from stepping_engine import GOOD, USELESS, Seconds, SteppingEngine, concave, cpu, gpu, long_tail, ridge, tiled
 
 K, REQUESTS = 7, 64
 
 
 def simple() -> Selector:
     return build_selector(SimpleSelector(), max_draft_length=K, max_num_requests=REQUESTS)
+
+
+def measured() -> Selector:
+    return build_selector(MeasuredSelector(), max_draft_length=K, max_num_requests=REQUESTS)
+
+
+@pytest.mark.parametrize("shape", [cpu, gpu, ridge, tiled])
+def test_default_selector_learns_in_half_the_steps(shape: Seconds) -> None:
+    """Why it is the default and not this one. Once both have learnt, `bench rollout` cannot tell them apart."""
+    assert _steps_to_learn(measured, shape) <= 0.5 * _steps_to_learn(simple, shape)
+    assert _first_batch(measured, shape) >= 1.02 * _first_batch(simple, shape)
+
+
+def _steps_to_learn(selector: Callable[[], Selector], shape: Seconds, window: int = 10) -> float:
+    """Steps of one request, the tail of a batch, until `window` of them had 95 % of the best rate; mean over seeds."""
+    found = []
+    for seed in range(6):
+        engine = SteppingEngine(shape, GOOD, seed=seed)
+        best = max(engine.rate(1, k, 200) for k in range(K + 1))
+        rates = engine.hold(selector(), 1, 200)[:, 1]
+        good = np.convolve(rates / best, np.full(window, 1 / window), "valid") >= 0.95
+        found.append(int(good.argmax()) if good.any() else len(good))
+    return float(np.mean(found))
+
+
+def _first_batch(selector: Callable[[], Selector], shape: Seconds) -> float:
+    """Speed of a batch that begins with nothing learnt, of the best; median over seeds."""
+    return median(
+        SteppingEngine(shape, GOOD, seed=seed).play(selector(), long_tail(seed)).of_hindsight for seed in range(6)
+    )
 
 
 @pytest.mark.parametrize(("shape", "goal"), [(cpu, 0.95), (concave, 0.9)])

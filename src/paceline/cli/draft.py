@@ -30,7 +30,7 @@ def add_to(commands: Commands) -> None:
     )
     add = train.add_argument
     add("model", metavar="MODEL", help="arena:tiny, arena:small, arena:large, or a checkpoint directory")
-    kinds = "eagle3: a pass for each token, accepts more; dflash: all tokens in one pass (%(default)s)"
+    kinds = "eagle3: a pass for each token; dflash: all tokens in one pass (%(default)s)"
     add("--kind", choices=LEARNED, default="eagle3", help=kinds)
     add("--out", type=Path, required=True, metavar="DIR", help="where to write the drafter; must not exist")
     add(
