@@ -110,9 +110,11 @@ def run(
                 records = read_metrics(metrics)
                 curves[arm].append([record["metrics"]["rollout/accepted_length"] for record in records["step"]])
                 idle_used.append(_idle_used(records))
-                ratios[arm].append([a / b for a, b in turns])
-                own, left_alone = (median(lengths) for lengths in zip(*turns, strict=True))
-                context.progress(f"seed {seed}, {arm}: accepted length {own:.2f}, left alone {left_alone:.2f}")
+                ratios[arm].append([own / left_alone for own, left_alone in turns])
+                lengths = [median(of_turns) for of_turns in zip(*turns, strict=True)]
+                context.progress(
+                    f"seed {seed}, {arm}: accepted length {lengths[0]:.2f}, of the offline drafter {lengths[1]:.2f}"
+                )
         config = load_config(config_file, [*offline, *SAME_WORK, f"run.steps={2 * pairs}"])
         config = with_drafter(config, context)
         steps_on_off, recall_s = asyncio.run(_cost(config, Path(scratch, "pairs.jsonl"), pairs, recalls, context))
