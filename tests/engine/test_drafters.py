@@ -33,6 +33,8 @@ MAX_TOKENS = 40
 BEYOND = MAX_TOKENS + DRAFT_LENGTH + 2
 
 
+BLOCK = 32
+"""Tokens of a block in the cache. vLLM computes the last matched one anew for EAGLE."""
 FEWEST_TERMS = 12
 """Problems of so many terms have answers longer than BEYOND."""
 
@@ -168,7 +170,7 @@ def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
     tmp_path: Path,
 ) -> None:
     """Weights that arrive under another name, or into a copy that nobody reads, leave the old drafter at work without a
-    word."""
+    word; so do cached prefixes, which hold its keys."""
     config = engine_config if weights == "full" else engine_config.model_copy(update={"dtype": "bfloat16"})
     random_drafter(drafter_path, tmp_path / "random", seed=3)
     prompts = make_prompts(16, seed=2)
@@ -186,10 +188,13 @@ def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
         sender = ShmSender()
         try:
             shares = [await accepted_share(engine, prompts)]
+            await prefix_hits(engine)
+            assert await prefix_hits(engine) > 0, "the prompt must be long enough to be cached"
             for version, path in enumerate((tmp_path / "random", drafter_path), start=1):
                 drafter = drafter_weights(path / "model.safetensors")
                 receipt = await engine.receive(sender.stage(version, drafter.items(), target="drafter"))
                 assert receipt.ok == (kind == "eagle3") and not receipt.lost, receipt
+                assert await prefix_hits(engine) == 0, "a new drafter must not read keys of the old one"
                 shares.append(await accepted_share(engine, prompts))
             assert engine.policy_version == 0, "a drafter is no policy"
             return shares
@@ -302,3 +307,10 @@ async def accepted_share(engine: VllmEngine, prompts: Sequence[Tokens]) -> float
     end = await engine.metrics()
     drafted, accepted = (end[key] - start[key] for key in ("engine/drafted_tokens", "engine/accepted_tokens"))
     return accepted / drafted
+
+
+async def prefix_hits(engine: VllmEngine) -> float:
+    """Tokens of a prompt, always the same, that the engine has in its cache."""
+    start = await engine.metrics()
+    await greedy(engine, [np.arange(4 * BLOCK, dtype=np.int32) % 16], 1)
+    return (await engine.metrics())["engine/prefix_cache_hits"] - start["engine/prefix_cache_hits"]

@@ -37,6 +37,8 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_scheduler_has_what_the_selector_needs() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -56,6 +58,8 @@ def test_scheduler_has_what_the_selector_needs() -> None:
     assert parameters(Scheduler.update_from_output) == ["self", "scheduler_output", "model_runner_output"]
     assert parameters(Scheduler.update_draft_token_ids) == ["self", "draft_token_ids"]
     assert issubclass(AsyncScheduler, Scheduler)
+    assert parameters(KVCacheManager.evict_blocks) == ["self", "block_ids"]
+    assert "self.kv_cache_manager" in source and "self.num_gpu_blocks" in inspect.getsource(BlockPool)
 
 
 def test_outputs_of_a_step_have_our_fields() -> None:

@@ -79,7 +79,11 @@ class OurScheduler:
     """What EngineCore asks of our scheduler."""
 
     def __init__(self) -> None:
-        self.survival: DrafterSurvival | None = DrafterSurvival()
+        self.num_forgotten = 0
+        self.survival: DrafterSurvival | None = DrafterSurvival(self.forget_prefixes)
+
+    def forget_prefixes(self) -> None:
+        self.num_forgotten += 1
 
     worker_call: Any = AdaptiveScheduler.worker_call
     engine_call: Any = AdaptiveScheduler.engine_call
@@ -197,6 +201,7 @@ def test_update_of_the_drafter_is_not_undone(core: Any) -> None:
     core.collective_rpc("reload_weights")
     assert worker.bits() == trained and counts(core) == (1, 0)
     assert core.scheduler.survival.version == 1, "a reload of the policy is no version of the drafter"
+    assert core.scheduler.num_forgotten == 1, "the host sees to prefixes when it changes the policy"
 
 
 def test_version_and_age_are_those_of_the_last_push(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +228,15 @@ def test_failure_is_counted_and_the_call_goes_on(core: Any, monkeypatch: pytest.
     monkeypatch.setattr(worker, "get_draft_model", lambda: 1 / 0)
     core.collective_rpc("reload_weights")
     assert counts(core) == (0, 3), "what was not kept is not put back"
+
+
+def test_prefixes_that_cannot_be_forgotten_are_counted(core: Any, pushed: list[Any]) -> None:
+    def fail() -> None:
+        raise RuntimeError("planted")
+
+    core.scheduler.survival = DrafterSurvival(fail)
+    assert core.collective_rpc(calls.PUSH, args=[DRAFTER_PUSH]) == [{"version": 3}]
+    assert counts(core) == (0, 1)
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -285,6 +299,7 @@ def test_call_of_ours_reaches_workers_that_have_no_such_method(core: Any, pushed
     for arguments in ({"args": (DRAFTER_PUSH,)}, {"kwargs": {"message": DRAFTER_PUSH}}):
         assert core.collective_rpc(calls.PUSH, **arguments) == [{"version": 3}]
         assert survival.version == 3
+    assert core.scheduler.num_forgotten == 2, "the second has the first one's version, and may have other weights"
     trained, worker.wipes = worker.bits(), True
     core.collective_rpc("reload_weights")
     assert worker.bits() == trained and counts(core) == (1, 0), "a push is not undone, and survives"

@@ -235,7 +235,7 @@ def test_heads_that_a_push_has_brought_are_not_put_back(comes: bool) -> None:
         asked.append((function.__name__, *args))
         return [{}]
 
-    survival = DrafterSurvival(comes_with_policy=comes)
+    survival = DrafterSurvival(lambda: None, comes_with_policy=comes)
     for meaning in ("push", "reload"):
         survival.before(cast("Any", meaning), rpc)
         survival.after(cast("Any", meaning), rpc)

@@ -67,7 +67,7 @@ class VllmEngine:
         speculates: bool,
     ) -> None:
         self.name, self.config = name, config
-        self.policy_version = self._num_drafter_pushes = 0
+        self.policy_version = 0
         self._vllm: AsyncLLM | None = llm
         self._counters = counters
         self._stop_token_ids = list(stop_token_ids)
@@ -238,7 +238,6 @@ class VllmEngine:
         """Apply one push of weights; the wire and its guarantees are in `paceline.weights`."""
         from paceline.weights.deliver import deliver
 
-        self._num_drafter_pushes += push.target == "drafter"
         return await deliver(self, push)
 
     async def on_new_weights(self, version: int) -> None:
@@ -283,8 +282,7 @@ class VllmEngine:
         for request in requests:
             started_s = time.monotonic()
             params = sampling_params(request, self._stop_token_ids)
-            salt = f"{self.policy_version}.{self._num_drafter_pushes}"  # cached blocks have the drafter's keys too
-            outputs = await vllm_requests.add(self._llm, request, params, cache_salt=salt)
+            outputs = await vllm_requests.add(self._llm, request, params, cache_salt=str(self.policy_version))
             task = asyncio.create_task(self._finish(request, outputs, started_s))
             self._in_flight[task] = request.key
             task.add_done_callback(self._in_flight.pop)

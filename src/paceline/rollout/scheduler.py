@@ -110,7 +110,9 @@ class AdaptiveScheduler(Scheduler):
         """Looks after a learned drafter; EngineCore tells it what is done to weights."""
         engine_core.install()
         if is_learned(speculation):
-            self.survival = drafter_survival.DrafterSurvival(comes_with_policy=comes_with_policy(speculation))
+            self.survival = drafter_survival.DrafterSurvival(
+                lambda: internals.forget_prefixes(self), comes_with_policy=comes_with_policy(speculation)
+            )
         self._alarm = AcceptanceAlarm()
         self._recent = Recent()
         self._told_s = 0.0

@@ -7,7 +7,9 @@
 Level 2 drops the weights of the drafter with the policy's; hosts send the policy anew, and nobody the drafter
 (vLLM issue 52479: outputs stay right, drafts are never accepted again). A drafter that changes between two of these
 calls was changed on purpose: it is kept as it is then, and updates of the drafter are not undone. A push of ours to a
-policy with MTP heads of its own brings these heads too, and is such an update.
+policy with MTP heads of its own brings these heads too, and is such an update. Cached prefixes hold the drafter's keys
+beside the policy's, so an update of the drafter alone has them forgotten: prompts that meet the keys of another drafter
+have hardly a draft accepted.
 
 `engine_core.py` tells of every call, whatever the host's worker extension is. The functions that keep and restore go to
 the workers by name, as vLLM's `collective_rpc` sends functions.
@@ -49,9 +51,9 @@ _MEANINGS: dict[str, Meaning] = {
 class DrafterSurvival:
     """What happened to the drafter of one engine; told of every call before and after it is made."""
 
-    def __init__(self, *, comes_with_policy: bool = False) -> None:
+    def __init__(self, forget_prefixes: Callable[[], None], *, comes_with_policy: bool = False) -> None:
         """`comes_with_policy` says of a drafter that the policy's pushes bring it along."""
-        self._comes_with_policy = comes_with_policy
+        self._forget_prefixes, self._comes_with_policy = forget_prefixes, comes_with_policy
         self.num_restored = self.num_failures = 0
         self.version = 0
         """The version last pushed, or the number of updates where these have no versions; 0 is the checkpoint."""
@@ -80,7 +82,10 @@ class DrafterSurvival:
         if meaning == "wake":
             self._asleep = False
         if meaning in ("wake", "reload", "end", "push", "push drafter") and not self._asleep:
-            self._look(rpc, session=self._session and meaning == "end")
+            session = self._session and meaning == "end"
+            self._look(rpc, session=session)
+            if session or meaning == "push drafter":
+                self._forget()
 
     def _keep(self, rpc: Rpc) -> None:
         if self._asleep:  # there is no memory to read
@@ -96,6 +101,13 @@ class DrafterSurvival:
         version = self.version + session if pushed is None else pushed
         if version != self.version:
             self.version, self.updated_s = version, time.monotonic()
+
+    def _forget(self) -> None:
+        try:
+            self._forget_prefixes()
+        except Exception:  # noqa: BLE001  as below
+            _tell_first("cached prefixes of the old drafter could not be forgotten")
+            self.num_failures += 1
 
     def _ask(self, rpc: Rpc, function: Callable[..., Any], *args: Any) -> Sequence[Mapping[str, int]]:
         try:

@@ -5,7 +5,8 @@ Relied upon:
                                      `max_num_running_reqs` (slots) and `max_num_active_reqs` (admission),
                                      `vllm_config`; `dynamic_sd_lookup`, a list by batch size
                                      that `schedule` reads for SchedulerOutput.num_spec_tokens_to_schedule; the methods
-                                     schedule, update_from_output and update_draft_token_ids, which AsyncScheduler has
+                                     schedule, update_from_output and update_draft_token_ids, which AsyncScheduler
+                                     has; `kv_cache_manager` (evict_blocks; block_pool.num_gpu_blocks)
   vllm/v1/core/sched/output.py       SchedulerOutput: num_scheduled_tokens, total_num_scheduled_tokens,
                                      scheduled_spec_decode_tokens, num_spec_tokens_to_schedule
   vllm/v1/outputs.py                 ModelRunnerOutput: sampled_token_ids, req_id_to_index; DraftTokenIds
@@ -43,6 +44,13 @@ def limit_requests(scheduler: Scheduler, most: int) -> None:
     wait."""
     assert most <= scheduler.scheduler_config.max_num_seqs
     scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = most
+
+
+def forget_prefixes(scheduler: Scheduler) -> None:
+    """Let no later request find what is cached now. Unlike vLLM's `reset_prefix_cache` it leaves running requests
+    their blocks, and works while there are any."""
+    manager = scheduler.kv_cache_manager
+    manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
 
 
 def set_draft_length(scheduler: Scheduler, table: list[int] | None) -> None:
