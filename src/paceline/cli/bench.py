@@ -94,7 +94,7 @@ BENCHES = {
         "FP8 while the policy moves: tensors after each update, KV scales, what that costs (about 30 minutes)"
     ),
     "drafter": BenchEntry(
-        "does the drafter follow the policy for free and give way at once, as documented too (about 65 minutes)",
+        "does the drafter follow the policy for free and give way at once, as documented too (one to two hours)",
         _runs,
     ),
     "learning": BenchEntry("gain in held-out accuracy by RL on the arena, three seeds (about 17 minutes)", _runs),
