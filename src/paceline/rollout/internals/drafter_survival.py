@@ -105,7 +105,7 @@ class DrafterSurvival:
     def _forget(self) -> None:
         try:
             self._forget_prefixes()
-        except Exception:  # noqa: BLE001  as below
+        except Exception:  # noqa: BLE001  counted as draft/restore_failures
             _tell_first("cached prefixes of the old drafter could not be forgotten")
             self.num_failures += 1
 

@@ -1,4 +1,4 @@
-"""What of vLLM's scheduler the selector needs: who is in the batch, how far to draft next, and what a step did.
+"""What of vLLM's scheduler ours needs: who is in the batch, how far to draft next, what a step did, what is cached.
 
 Relied upon:
   vllm/v1/core/sched/scheduler.py    Scheduler: `running` and `waiting` (requests with `num_tokens`), `num_spec_tokens`,
