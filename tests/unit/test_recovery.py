@@ -230,7 +230,8 @@ def test_a_damaged_checkpoint_costs_time_and_no_rollout(tmp_path):
     assert second.run()
     assert second.recovery.step == 2 and "policy.json differs" in second.recovery.problems[0]
     assert second.learner.policy == whole.learner.policy
-    assert len(second.requests) <= 12, "batches 3 and 4 come from the log"
+    # How many groups of batch 5 were whole at the end depends on which rollouts finished first.
+    assert {request.group_id for request in second.requests} <= set(range(16, 24)), "batches 3 and 4 are in the log"
     assert (tmp_path / "run" / "state" / "broken-step-00000004").is_dir()
 
 
