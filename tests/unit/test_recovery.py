@@ -18,7 +18,7 @@ from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.prompt_stream import PromptStream
-from paceline.orchestrator.recovery import Recovery, drop_records
+from paceline.orchestrator.recovery import Recovery
 from paceline.plan.simulate import (
     SimulatedEngine,
     SimulatedLearner,
@@ -91,7 +91,7 @@ class Life:
         self.recovery = Recovery(self.directory, self.config)
         metrics = self.directory / "metrics.jsonl"
         if metrics.is_file():
-            drop_records(metrics, self.recovery.step)
+            self.recovery.drop_records(metrics)
         recorder = Recorder(JsonlSink(metrics))
         try:
             asyncio.run(self._work(recorder))
@@ -247,13 +247,20 @@ def test_a_damaged_checkpoint_costs_time_and_no_rollout(tmp_path):
 
 
 def test_times_go_on_and_the_position_in_the_data_is_kept(tmp_path):
-    first = Life(tmp_path, ends_after=37)
-    first.run()
+    """Guards against a clock that goes back by the time that the last checkpoint took to write."""
+
+    class WritesSlowly(ReplayedLearner):
+        async def save_state(self, path: str) -> None:
+            await asyncio.sleep(0.3)  # many times a step
+            await super().save_state(path)
+
+    first = Life(tmp_path, ends_after=37, learner=WritesSlowly(), seals=True)
+    assert not first.run()
     before = read_metrics(tmp_path / "metrics.jsonl")["step"]
     second = Life(tmp_path)
-    second.run()
+    assert second.run() and second.recovery.step == 4
     after = read_metrics(tmp_path / "metrics.jsonl")["step"]
-    assert after[:2] == before[:2]
+    assert after[:4] == before
     assert [record["metrics"]["sync/version"] for record in after] == [1, 2, 3, 4, 5, 6]
     times = [record["time_s"] for record in after]
     assert times == sorted(times) and times[4] >= before[3]["time_s"]

@@ -72,6 +72,8 @@ class Recovery:
         """The checkpoint to go on from."""
         self.tree: Mapping[str, Any] | None = None
         """The loop's part of it."""
+        self.elapsed_s = 0.0
+        """Time of the run up to there."""
         self.problems: list[str] = []
         """What is wrong with newer checkpoints."""
         if directory is not None and (self._every or (directory / "state").is_dir()):
@@ -82,10 +84,21 @@ class Recovery:
         """Step after which the run goes on; 0 is its beginning."""
         return 0 if self.tree is None else self.tree["step"]
 
-    @property
-    def elapsed_s(self) -> float:
-        """Time of the run up to there."""
-        return 0.0 if self.tree is None else self.tree["elapsed_s"]
+    def drop_records(self, metrics: Path) -> int:
+        """Remove the records of steps that come again from metrics.jsonl; returns how many. Of a run that begins again
+        (step 0) nothing is kept but who it is. The run's clock goes on after what is kept."""
+        num_dropped = 0
+        with atomic_file(metrics, durable=True) as partial_path:
+            with metrics.open(encoding="utf-8") as old, partial_path.open("w", encoding="utf-8") as new:
+                for line in old:
+                    record = json.loads(line) if line.endswith("\n") else None
+                    if record is not None and _is_kept(record, self.step):
+                        new.write(line)
+                        self.elapsed_s = max(self.elapsed_s, record.get("time_s", 0.0))
+                    else:
+                        num_dropped += 1
+            partial_path.chmod(metrics.stat().st_mode)
+        return num_dropped
 
     def begin(self, journal: Journal, drafter: OnlineDrafter) -> None:
         """Open the log for a run whose clock the journal holds, and give drafter training its state back."""
@@ -166,6 +179,7 @@ class Recovery:
             )
         self.path = found.path
         tree = self.tree = json.loads((found.path / "run.json").read_text(encoding="utf-8"))
+        self.elapsed_s = tree["elapsed_s"]
         self._covered[found.step] = tree["intake"]
 
     async def _write(self, tree: Mapping[str, Any], learner: Learner, drafter: OnlineDrafter) -> None:
@@ -223,21 +237,6 @@ def config_hash(config: Config) -> str:
             inner = inner[section]
         del inner[leaf]
     return sha256_of([json.dumps(tree, sort_keys=True).encode()])
-
-
-def drop_records(metrics: Path, step: int) -> int:
-    """Remove the records of steps that come again from metrics.jsonl; returns how many. Of a run that begins again
-    (step 0) nothing is kept but who it is."""
-    num_dropped = 0
-    with atomic_file(metrics, durable=True) as partial_path:
-        with metrics.open(encoding="utf-8") as old, partial_path.open("w", encoding="utf-8") as new:
-            for line in old:
-                if line.endswith("\n") and _is_kept(json.loads(line), step):
-                    new.write(line)
-                else:
-                    num_dropped += 1
-        partial_path.chmod(metrics.stat().st_mode)
-    return num_dropped
 
 
 def _is_kept(record: Mapping[str, Any], step: int) -> bool:

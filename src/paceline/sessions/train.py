@@ -35,7 +35,7 @@ from paceline.files import atomic_file, lock, move_file
 from paceline.measure import environment
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
-from paceline.orchestrator.recovery import HARMLESS, Recovery, drop_records
+from paceline.orchestrator.recovery import HARMLESS, Recovery
 from paceline.orchestrator.rewards import open_scorer
 from paceline.orchestrator.task import Task
 from paceline.selector.cost_file import Conditions, require_same
@@ -64,7 +64,7 @@ def _run_in(
 ) -> Path:
     recovery = Recovery(directory, config)
     metrics = directory / "metrics.jsonl"
-    num_dropped = drop_records(metrics, recovery.step) if metrics.is_file() else 0
+    num_dropped = recovery.drop_records(metrics) if metrics.is_file() else 0
     with atomic_file(directory / "config.json") as partial_path:
         partial_path.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     console = [ConsoleSink()] if "console" in config.run.sinks else []
