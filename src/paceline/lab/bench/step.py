@@ -7,7 +7,8 @@
 All arms are the arena with few rollouts a step, so that as in runs with long answers most of a step is generation; its
 share is measured and has a goal. They have the same prompts, number of updates and correction, engines in the precision
 that is fastest here, and every group is trained on. They take turns, in another order for each seed; ratios are of runs
-of one seed, and the first steps, in which selectors and caches warm up, do not count.
+of one seed, and the first steps, in which selectors and caches warm up, do not count. Overrides hold for all arms, but
+those of `speculation`, such as another drafter, for sync and stream only.
 
     step_speedup          seconds of a step, plain over sync; median of the seeds
     step_speedup_stream   plain over stream
@@ -42,11 +43,8 @@ _DRAFTER = (
     "speculation.drafter.path=arena",
     "speculation.training.mode=idle",
 )
-ARMS: Mapping[str, tuple[str, ...]] = {
-    "plain": ("run.max_age=0",),
-    "sync": ("run.max_age=0", *_DRAFTER),
-    "stream": ("run.max_age=1", *_DRAFTER),
-}
+ARMS = {"plain": 0, "sync": 0, "stream": 1}
+"""`run.max_age` of each arm; all but plain have a drafter."""
 _SETTINGS = (
     "run.steps=18",
     "run.checkpoint_every=0",
@@ -77,8 +75,7 @@ def run(
 ) -> Result:
     """Train every arm once per seed, by turns."""
     before = CpuTimes.now()
-    fastest = f"rollout.engine.dtype={fast_precision()}"
-    settings = {arm: [fastest, *_SETTINGS, *overrides, *changed] for arm, changed in ARMS.items()}
+    settings = {arm: settings_of(arm, overrides) for arm in ARMS}
     runs: dict[str, dict[int, SteppedRun]] = {arm: {} for arm in ARMS}
     names = list(ARMS)
     for turn, seed in enumerate(seeds):
@@ -104,6 +101,14 @@ def run(
             "machine": meanwhile(before),
         },
     )
+
+
+def settings_of(arm: str, overrides: Sequence[str]) -> list[str]:
+    """What makes the arm; the plain one stays without speculation whatever is asked for."""
+    plain = arm == "plain"
+    asked = [one for one in overrides if not (plain and one.startswith("speculation."))]
+    dtype = f"rollout.engine.dtype={fast_precision()}"
+    return [dtype, *_SETTINGS, *(() if plain else _DRAFTER), *asked, f"run.max_age={ARMS[arm]}"]
 
 
 def _train(config_file: Path, settings: Sequence[str], seed: int, context: Context) -> SteppedRun:
