@@ -1,5 +1,6 @@
 """What the bench of TRL's generation compares, and with which prompts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +8,10 @@ import pytest
 from contexts import make_context
 from paceline import assets
 from paceline.lab.bench import hosts
-from paceline.lab.bench.hosts import ACTIVE, GROUP_SIZE, MANY_ACTIVE, WARMUP, Pair, compare, siblings
-from paceline.lab.bench.workload import past_end_share
+from paceline.lab.bench.hosts import ACTIVE, GROUP_SIZE, MANY_ACTIVE, WARMUP, Pair, compare, siblings, speculation_file
+from paceline.lab.bench.workload import asked_for, past_end_share
 from paceline.lab.hosts.trl_generation import GeneratedBatch
+from paceline.rollout.hosts import fill
 
 
 def pair(plain_s: float, paceline_s: float, *, verified: float = 10.0, accepted: float = 20.0) -> Pair:
@@ -45,6 +47,15 @@ def test_batches_are_groups_of_different_prompts_of_like_length():
     assert all(batch[0] == batch[GROUP_SIZE - 1] != batch[GROUP_SIZE] for batch in batches)
     lengths = [sum(map(len, batch)) for batch in batches]
     assert max(lengths) < 1.1 * min(lengths)
+
+
+def test_the_variable_names_the_drafter_that_was_asked_for(tmp_path: Path):
+    """Another drafter than the recorded one would have been measured."""
+    asked = asked_for(["speculation.drafter.kind=dflash", "speculation.max_draft_length=5"])
+    file = tmp_path / "speculation.toml"
+    file.write_text(speculation_file(asked, assets.drafter("small", "dflash")))
+    filled = fill({"model": str(assets.policy("small"))}, str(file), on_gpu=False).arguments["speculative_config"]
+    assert filled["model"] == str(assets.drafter("small", "dflash")) and filled["num_speculative_tokens"] == 5
 
 
 class SlowHost:

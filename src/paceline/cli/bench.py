@@ -43,6 +43,11 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {"overrides": options.overrides}
 
 
+def _settings_elsewhere(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a bench whose subject can be set and has caches of its own."""
+    return {**_settings(options), **_environment(options)}
+
+
 def _costs(options: argparse.Namespace) -> dict[str, Any]:
     return {"costs_file": next(iter(options.costs), None), "overrides": options.overrides}
 
@@ -84,7 +89,8 @@ BENCHES = {
         "history drafter on a second epoch: accepted length, and what its proposals cost (about 5 minutes)"
     ),
     "hosts": BenchEntry(
-        "TRL's own generation with the variable PACELINE and without, batch by batch (about 20 minutes)", _environment
+        "TRL's own generation with the variable PACELINE and without, batch by batch (at most 30 minutes)",
+        _settings_elsewhere,
     ),
     "peers": BenchEntry(
         "our loop against stock TRL's: generation by token, and the rest of a step; three seeds (about 25 minutes)",
@@ -162,7 +168,7 @@ def _add_bench(add_parser: Callable[..., argparse.ArgumentParser], name: str, en
     )
     add = parser.add_argument
     parser.set_defaults(command=_bench, name=name, overrides=[], html=None, costs=[], fit=False, arena=False)
-    if entry.arguments in (_runs, _runs_elsewhere, _settings, _costs):
+    if entry.arguments in (_runs, _runs_elsewhere, _settings, _settings_elsewhere, _costs):
         add("overrides", nargs="*", metavar="a.b=value", help="settings of what is measured")
     if entry.page is not None:
         add("--html", type=Path, metavar="FILE", help="write tables and pictures as one page")

@@ -1,7 +1,8 @@
 """`paceline bench hosts`: how much faster is TRL's own generation with the variable PACELINE than without?
 
     plain        stock TRL's colocated generation (`VLLMGeneration`) in a process of its own
-    paceline     the same program with PACELINE=speculation.toml, which names the arena's EAGLE-3 drafter
+    paceline     the same program with PACELINE=speculation.toml, which names the arena's EAGLE-3 drafter; overrides may
+                 name another
 
 Both engines are alive at once on all cores, with the same precision, and take turns batch by batch, each first every
 other time; ratios are of batches with the same prompts. A batch is groups of siblings of the arena's large policy, all
@@ -36,9 +37,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from paceline.config import LearnedDrafter, SpeculationConfig
 from paceline.context import Context
 from paceline.devices import fast_precision
-from paceline.lab.bench.workload import arena_requests, long_requests, past_end_share
+from paceline.lab.bench.workload import arena_requests, asked_for, long_requests, past_end_share
 from paceline.lab.hosts.environment import host_environment, trl_site
 from paceline.lab.hosts.process import HostProcess
 from paceline.lab.hosts.trl_generation import GeneratedBatch, GenerationSettings
@@ -69,6 +71,7 @@ def run(
     *,
     context: Context,
     environ: Mapping[str, str],
+    overrides: Sequence[str] = (),
     model: str = "arena:large",
     repetitions: int = 10,
     max_tokens: int = 256,
@@ -76,12 +79,14 @@ def run(
 ) -> Result:
     """Time `repetitions` pairs of batches of each size, after some that are not counted; fewer where time is short."""
     before, began_s = CpuTimes.now(), time.monotonic()
+    asked = asked_for(overrides)
+    assert isinstance(asked.drafter, LearnedDrafter)
     model_path = resolve_policy(model, context)
     settings = GenerationSettings(
         model=str(model_path), dtype=fast_precision(), max_model_len=768, max_num_seqs=MANY_ACTIVE, speculates=False
     )
-    drafter = resolve_drafter("arena", model, context)
-    with _hosts(settings, drafter, environ, context) as (hosts, versions):
+    drafter = resolve_drafter(asked.drafter.path, model, context, kind=asked.drafter.kind)
+    with _hosts(settings, speculation_file(asked, drafter), environ, context) as (hosts, versions):
         ridges = [_ridge(hosts["plain"], model_path, seed + 1 + number) for number in range(3)]
         pairs: dict[int, list[Pair]] = {}
         prompt_tokens: dict[int, int] = {}
@@ -95,7 +100,14 @@ def run(
     tokens = [ridge["tokens"] for ridge in ridges]
     figures["ridge_tokens"], spread["ridge_tokens"] = middle(tokens)
     figures["active_over_ridge"], spread["active_over_ridge"] = middle([ACTIVE / one for one in tokens])
-    subject = {"model": model, "drafter": "eagle3", "max_tokens": max_tokens, "group_size": GROUP_SIZE, **versions}
+    subject = {
+        "model": model,
+        "drafter": asked.drafter.kind,
+        "max_draft_length": asked.max_draft_length,
+        "max_tokens": max_tokens,
+        "group_size": GROUP_SIZE,
+        **versions,
+    }
     return Result(
         name="hosts",
         figures=figures,
@@ -124,25 +136,33 @@ def run(
     )
 
 
+def speculation_file(asked: SpeculationConfig, drafter: Path) -> str:
+    """What PACELINE names."""
+    return (
+        f"[speculation]\nmax_draft_length = {asked.max_draft_length}\n"
+        f'drafter = {{kind = "{asked.drafter.kind}", path = "{drafter}"}}\n'
+    )
+
+
 @contextmanager
 def _hosts(
-    settings: GenerationSettings, drafter: Path, environ: Mapping[str, str], context: Context
+    settings: GenerationSettings, speculation: str, environ: Mapping[str, str], context: Context
 ) -> Iterator[tuple[dict[str, HostProcess], Mapping[str, str]]]:
     """Start both arms, one after another, because compiling uses every core. Yields versions of TRL and vLLM too."""
     site = trl_site(context)
     with TemporaryDirectory() as directory, ExitStack() as stack:
         file = Path(directory, "speculation.toml")
-        file.write_text(f'[speculation]\ndrafter = {{kind = "eagle3", path = "{drafter}"}}\n', encoding="utf-8")
+        file.write_text(speculation, encoding="utf-8")
         hosts: dict[str, HostProcess] = {}
         versions: Mapping[str, str] = {}
         for arm in ARMS:
             context.progress(f"starting TRL's engine, {arm}")
-            speculation = file if arm == "paceline" else None
+            named = file if arm == "paceline" else None
             hosts[arm] = stack.enter_context(
                 HostProcess(
                     "paceline.lab.hosts.trl_generation",
-                    asdict(settings) | {"speculates": speculation is not None},
-                    environ=host_environment(environ, site, kv_cache_gb=KV_CACHE_GB, speculation=speculation),
+                    asdict(settings) | {"speculates": named is not None},
+                    environ=host_environment(environ, site, kv_cache_gb=KV_CACHE_GB, speculation=named),
                     log=Path(directory, f"{arm}.log"),
                 )
             )

@@ -49,12 +49,20 @@ from paceline.config import (
     SimpleSelector,
     SpeculationConfig,
     TableSelector,
-    load_config,
 )
 from paceline.context import Context
 from paceline.lab.bench.batch_rates import best_table, bucket_of, limit, name_of, rate_by_batch, speedup_by_batch
 from paceline.lab.bench.tail import Round, compared, tail, tail_rate, tail_ratios, wants_more
-from paceline.lab.bench.workload import ENGINE, RequestSet, arena_requests, drawn_from, engines, fastest, grouped
+from paceline.lab.bench.workload import (
+    ENGINE,
+    RequestSet,
+    arena_requests,
+    asked_for,
+    drawn_from,
+    engines,
+    fastest,
+    grouped,
+)
 from paceline.lab.random_drafter import random_drafter
 from paceline.measure import CpuTimes, Goal, Result, environment, meanwhile, middle, paired
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, lockstep
@@ -65,7 +73,6 @@ CONFIG = ENGINE.model_copy(update={"kv_cache_gb": 1.5})
 NUM_PROMPTS, GROUP_SIZE = 16, 8
 ACTIVE, MANY_ACTIVE = 16, 64
 RIDGE_SHARE = 0.4
-_SETTINGS = ("speculation.drafter.kind=", "speculation.drafter.path=", "speculation.max_draft_length=")
 PART = 0.01
 """Share of a batch that an arm generates in its turn: a few steps."""
 BUDGET_S = 68 * 60
@@ -123,16 +130,6 @@ def run(
         random_drafter(drafter, useless, seed=seed)
         kinds = {"plain": None, "useless": _with_drafter(asked, useless), "drafter": _with_drafter(asked, drafter)}
         return _measure(model, model_path, kinds, repetitions, seed, context)
-
-
-def asked_for(overrides: Sequence[str]) -> SpeculationConfig:
-    """EAGLE-3 and the default draft length, but for what is set. Selectors are the bench's own."""
-    for override in overrides:
-        if not override.startswith(_SETTINGS):
-            raise ValueError(f"bench rollout: got {override!r}; must begin with {' or '.join(_SETTINGS)}")
-    asked = load_config(None, ["speculation.drafter.kind=eagle3", "speculation.drafter.path=arena", *overrides])
-    assert asked.speculation is not None
-    return asked.speculation
 
 
 def _with_drafter(speculation: SpeculationConfig, path: Path) -> SpeculationConfig:

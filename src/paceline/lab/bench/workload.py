@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
+from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig, load_config
 from paceline.context import Context
 from paceline.devices import fast_precision
 from paceline.lab.arena.policy import GROWN
@@ -37,6 +37,7 @@ ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compi
 _CHOICE = 2000
 """Prompts from which the longest are taken where long responses are wanted."""
 _OF_SHORTEST = 0.75
+_SETTINGS = ("speculation.drafter.kind=", "speculation.drafter.path=", "speculation.max_draft_length=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,16 @@ class RequestSet:
 
     def past_end_share(self, batch: SteppedBatch) -> float:
         return past_end_share(batch.token_ids, self.end_ids)
+
+
+def asked_for(overrides: Sequence[str]) -> SpeculationConfig:
+    """EAGLE-3 and the default draft length, but for what is set. Selectors are the benches' own."""
+    for override in overrides:
+        if not override.startswith(_SETTINGS):
+            raise ValueError(f"got {override!r}; must begin with {' or '.join(_SETTINGS)}")
+    asked = load_config(None, ["speculation.drafter.kind=eagle3", "speculation.drafter.path=arena", *overrides])
+    assert asked.speculation is not None
+    return asked.speculation
 
 
 def past_end_share(responses: Sequence[Sequence[int]], end_ids: Collection[int]) -> float:
