@@ -53,12 +53,12 @@ class RequestSet:
         return past_end_share(batch.token_ids, self.end_ids)
 
 
-def asked_for(overrides: Sequence[str]) -> SpeculationConfig:
-    """EAGLE-3 and the default draft length, but for what is set. Selectors are the benches' own."""
+def asked_for(overrides: Sequence[str], *, usual: str = "eagle3") -> SpeculationConfig:
+    """The usual kind of drafter and the default draft length, but for what is set. Selectors are the benches' own."""
     for override in overrides:
         if not override.startswith(_SETTINGS):
             raise ValueError(f"got {override!r}; must begin with {' or '.join(_SETTINGS)}")
-    asked = load_config(None, ["speculation.drafter.kind=eagle3", "speculation.drafter.path=arena", *overrides])
+    asked = load_config(None, [f"speculation.drafter.kind={usual}", "speculation.drafter.path=arena", *overrides])
     assert asked.speculation is not None
     return asked.speculation
 
