@@ -5,10 +5,10 @@
     stream    the same with run.max_age=1: the learner takes groups as they finish, and engines go on
 
 All arms are the arena with few rollouts a step, so that as in runs with long answers most of a step is generation; its
-share is measured and has a goal. They have the same prompts, number of updates and correction, engines in the precision
-that is fastest here, and every group is trained on. They take turns, in another order for each seed; ratios are of runs
-of one seed, and the first steps, in which selectors and caches warm up, do not count. Overrides hold for all arms, but
-those of `speculation`, such as another drafter, for sync and stream only.
+share is measured and has a goal. They have the same prompts, number of updates and correction, engines that are
+compiled and in the precision that is fastest here, and every group is trained on. They take turns, in another order for
+each seed; ratios are of runs of one seed, and the first steps, in which selectors and caches warm up, do not count.
+Overrides hold for all arms, but those of `speculation`, such as another drafter, for sync and stream only.
 
     step_speedup          seconds of a step, plain over sync; median of the seeds
     step_speedup_stream   plain over stream
@@ -51,6 +51,7 @@ _SETTINGS = (
     "run.sinks=[]",
     "rollout.prompts_per_step=4",
     "rollout.group_size=4",
+    "rollout.engine.compile=true",  # as vLLM does by itself; on the CPU our default does not, because it starts slowly
     "objective.drop_uniform_groups=false",  # a step without a group to train on would have no learner in it
     "correction.kind=token-tis",
     "eval.every=0",
