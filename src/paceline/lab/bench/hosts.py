@@ -79,7 +79,7 @@ def run(
 ) -> Result:
     """Time `repetitions` pairs of batches of each size, after some that are not counted; fewer where time is short."""
     before, began_s = CpuTimes.now(), time.monotonic()
-    asked = asked_for(overrides, usual="dflash")
+    asked = asked_for(overrides, bench="hosts")
     assert isinstance(asked.drafter, LearnedDrafter)
     model_path = resolve_policy(model, context)
     settings = GenerationSettings(
