@@ -189,7 +189,8 @@ def test_a_pushed_drafter_drafts_as_it_would_have_been_loaded(
         try:
             shares = [await accepted_share(engine, prompts)]
             await prefix_hits(engine)
-            assert await prefix_hits(engine) > 0, "the prompt must be long enough to be cached"
+            # All but the block with the token that vLLM always computes: siblings would compute one block more.
+            assert await prefix_hits(engine) == 3 * BLOCK
             for version, path in enumerate((tmp_path / "random", drafter_path), start=1):
                 drafter = drafter_weights(path / "model.safetensors")
                 receipt = await engine.receive(sender.stage(version, drafter.items(), target="drafter"))

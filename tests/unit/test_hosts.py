@@ -11,7 +11,7 @@ import pytest
 
 from paceline import assets, cli
 from paceline.rollout.hosts import fill, given
-from paceline.rollout.speculation import SCHEDULER, why_fixed
+from paceline.rollout.speculation import KEEP_LAST_BLOCK, SCHEDULER, why_fixed
 
 
 @dataclass
@@ -132,6 +132,13 @@ def test_drafter_that_would_be_a_dummy_is_left_out(eagle: str, ngram: str) -> No
     assert filling.arguments == {} and filling.refused and "VLLM_USE_V2_MODEL_RUNNER=0" in filling.line(eagle)
     assert not fill(POLICY, eagle, drafter_loads_apart=False).refused
     assert not fill(dummy, ngram, drafter_loads_apart=False).refused
+
+
+def test_last_block_of_a_cached_prompt_is_asked_for_where_vllm_can_keep_it(eagle: str, ngram: str) -> None:
+    """Older engines refuse a setting that they do not know, and would not start."""
+    assert fill(POLICY, eagle).arguments["speculative_config"][KEEP_LAST_BLOCK] is True
+    assert KEEP_LAST_BLOCK not in fill(POLICY, eagle, last_block_stays=False).arguments["speculative_config"]
+    assert KEEP_LAST_BLOCK not in fill(POLICY, ngram).arguments["speculative_config"]
 
 
 def test_drafter_of_another_policy_is_left_out(eagle: str) -> None:

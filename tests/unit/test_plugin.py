@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.rollout import plugin
+from paceline.rollout import hosts, plugin
 from paceline.rollout.internals import drafter_model, engine_arguments, platform, sampler_fix
 from paceline.rollout.speculation import SCHEDULER
 
@@ -259,6 +259,7 @@ class HostArguments:
     additional_config: dict[str, Any] = field(default_factory=dict)
 
 
+@pytest.mark.usefixtures("vllm")
 def test_variable_is_followed_and_said_once(lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU whose sampler was not mended, speculation would sample from a wrong distribution."""
     monkeypatch.setenv("PACELINE", "auto")
@@ -271,3 +272,24 @@ def test_variable_is_followed_and_said_once(lines: list[logging.LogRecord], monk
     assert plugin._fill(HostArguments()) == {}
     assert [record.levelno for record in lines] == [logging.INFO, logging.WARNING]
     assert "PACELINE=auto fills in speculative_config, scheduler_cls, additional_config" in lines[0].getMessage()
+
+
+@pytest.mark.parametrize(("version", "known"), [("0.29.1", False), ("0.30.0", True)])
+def test_older_vllm_is_not_asked_for_what_it_does_not_know(
+    version: str, known: bool, vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM refuses a speculative_config with a name that it does not have."""
+    asked: dict[str, Any] = {}
+
+    def fill(*_: Any, **told: Any) -> hosts.Filling:
+        asked.update(told)
+        return hosts.Filling(arguments={}, reasons=())
+
+    vllm.__version__ = version
+    monkeypatch.setenv("PACELINE", "auto")
+    monkeypatch.setattr(hosts, "fill", fill)
+    monkeypatch.setattr(platform, "on_cpu", lambda: True)
+    monkeypatch.setattr(drafter_model, "loads_apart", lambda: True)
+    monkeypatch.setattr(sampler_fix, "needs_mending", lambda: False)
+    plugin._fill(HostArguments())
+    assert asked["last_block_stays"] is known

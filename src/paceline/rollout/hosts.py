@@ -27,6 +27,7 @@ from paceline.config import (
     load_config,
 )
 from paceline.rollout.speculation import (
+    KEEP_LAST_BLOCK,
     SCHEDULER,
     check_drafter,
     graph_plan,
@@ -81,10 +82,12 @@ def fill(
     on_gpu: bool = False,
     sound_sampler: bool = True,
     drafter_loads_apart: bool = True,
+    last_block_stays: bool = True,
 ) -> Filling:
     """Return what a setting (the path of a TOML file with a section [speculation], or AUTO) adds to the arguments that
     the host has given. Without a `sound_sampler` speculation would sample from a wrong distribution, and is not added;
     nor is a learned drafter that would be a dummy with the policy, because it does not `drafter_loads_apart`.
+    `last_block_stays`: whether vLLM knows KEEP_LAST_BLOCK.
     """
     if reason := _why_nothing(given):
         return Filling(arguments={}, reasons=(reason,))
@@ -107,7 +110,10 @@ def fill(
                 "load_format: got dummy; must be another because the V2 model runner of vLLM before 0.30 would make "
                 "the drafter a dummy too; VLLM_USE_V2_MODEL_RUNNER=0 selects V1"
             )
-        return _with_speculation(given, config.speculation, _engine(given, config), on_gpu=on_gpu, fixed=fixed)
+        filling = _with_speculation(given, config.speculation, _engine(given, config), on_gpu=on_gpu, fixed=fixed)
+        if not last_block_stays:
+            filling.arguments["speculative_config"].pop(KEEP_LAST_BLOCK, None)
+        return filling
     except Exception as error:  # noqa: BLE001  whatever is wrong with file or drafter, the host's engine starts
         return Filling(arguments={}, reasons=(str(error) or repr(error),), refused=True)
 

@@ -110,10 +110,13 @@ def _fill(arguments: Any) -> dict[str, Any]:
     setting = os.environ.get("PACELINE")
     if not setting:
         return {}
+    import vllm
+
     from paceline.rollout.hosts import fill, given
     from paceline.rollout.internals.drafter_model import loads_apart
     from paceline.rollout.internals.platform import on_cpu
     from paceline.rollout.internals.sampler_fix import needs_mending
+    from paceline.rollout.internals.version import is_known
 
     filling = fill(
         given(arguments),
@@ -121,6 +124,7 @@ def _fill(arguments: Any) -> dict[str, Any]:
         on_gpu=not on_cpu(),
         sound_sampler=not needs_mending(),
         drafter_loads_apart=loads_apart(),
+        last_block_stays=is_known(vllm.__version__),
     )
     _say(logging.WARNING if filling.refused else logging.INFO, filling.line(setting))
     return filling.arguments

@@ -23,6 +23,11 @@ from paceline.selector.graphs import CapturePlan, GraphMemory, length_table, pla
 FP8_WEIGHTS = "fp8_per_block"
 """vLLM's name for what `fp8.quantise_blocks` does."""
 SCHEDULER = "paceline.rollout.scheduler.AdaptiveScheduler"
+KEEP_LAST_BLOCK = "disable_eagle_block_drop"
+"""vLLM's setting, since 0.30, that a request with a learned drafter reuses the last block of a cached prefix too. vLLM
+computes that block again because EAGLE's KV at a position is made with the next token, which may differ after a block.
+Siblings have the same prompt, so theirs never differs, and DFlash's KV is made without it. Elsewhere it costs a draft:
+what is sampled is verified by the policy in any case."""
 _GRAPH_MEMORY = GraphMemory(per_graph_gb=0.002, per_token_gb=0.00006)
 """From the captures that vLLM's developers logged (vllm-project/vllm, pull requests 22897 and 23184): about 7 MiB for
 100 tokens, 26 MiB for 450. Not measured by us."""
@@ -103,7 +108,8 @@ def speculative_config(
             | ParallelDrafter(kind=method, path=path, draft_sampling=how)
         ):
             quantised = {"quantization": FP8_WEIGHTS} if config.drafter.weights == "fp8" else {}
-            return settings | {"method": method, "model": path, "draft_sample_method": how} | quantised
+            learned = {"method": method, "model": path, "draft_sample_method": how, KEEP_LAST_BLOCK: True}
+            return settings | learned | quantised
         case VllmDrafter(settings=theirs):
             if why_whole(theirs):
                 del settings["num_speculative_tokens_per_batch_size"]  # by which vLLM would draft

@@ -1,8 +1,8 @@
 """`paceline bench hosts`: how much faster is TRL's own generation with the variable PACELINE than without?
 
     plain        stock TRL's colocated generation (`VLLMGeneration`) in a process of its own
-    paceline     the same program with PACELINE=speculation.toml, which names the arena's DFlash drafter, the faster one
-                 in `benchmarks/rollout-dflash.json`; overrides may name another
+    paceline     the same program with PACELINE=speculation.toml, which names the arena's DFlash drafter; overrides may
+                 name another
 
 Both engines are alive at once on all cores, with the same precision, and take turns batch by batch, each first every
 other time; ratios are of batches with the same prompts. A batch is groups of siblings of the arena's large policy, all

@@ -120,7 +120,7 @@ def run(
     seed: int = 0,
 ) -> Result:
     """`repetitions`: rounds that are wanted; more where the tail is short of tokens, fewer where time is. `overrides`
-    may name the drafter, DFlash in place of EAGLE-3, and the largest draft length."""
+    may name the drafter, EAGLE-3 in place of DFlash, and the largest draft length."""
     asked = asked_for(overrides)
     assert isinstance(asked.drafter, LearnedDrafter)
     model_path = resolve_policy(model, context)

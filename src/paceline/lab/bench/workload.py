@@ -37,7 +37,6 @@ ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compi
 _CHOICE = 2000
 """Prompts from which the longest are taken where long responses are wanted."""
 _OF_SHORTEST = 0.75
-_DRAFTERS = {"rollout": "eagle3", "hosts": "dflash"}
 _SETTINGS = ("speculation.drafter.kind=", "speculation.drafter.path=", "speculation.max_draft_length=")
 
 
@@ -55,11 +54,12 @@ class RequestSet:
 
 
 def asked_for(overrides: Sequence[str], *, bench: str = "rollout") -> SpeculationConfig:
-    """The bench's own kind of drafter and the default draft length, but for what is set. Selectors are the benches'."""
+    """The arena's DFlash drafter, which is the faster one where nobody trains it, and the default draft length, but for
+    what is set. Selectors are the benches'."""
     for override in overrides:
         if not override.startswith(_SETTINGS):
             raise ValueError(f"bench {bench}: got {override!r}; must begin with {' or '.join(_SETTINGS)}")
-    own = [f"speculation.drafter.kind={_DRAFTERS[bench]}", "speculation.drafter.path=arena"]
+    own = ["speculation.drafter.kind=dflash", "speculation.drafter.path=arena"]
     asked = load_config(None, [*own, *overrides])
     assert asked.speculation is not None
     return asked.speculation
