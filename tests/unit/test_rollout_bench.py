@@ -135,8 +135,10 @@ def test_drafter_and_draft_length_can_be_set_and_nothing_else() -> None:
     """A setting that the bench ignores would be believed to have been measured."""
     usual = asked_for(())
     assert (usual.drafter.kind, usual.max_draft_length) == ("dflash", 7)
-    other = asked_for(("speculation.drafter.kind=eagle3", "speculation.max_draft_length=10"))
-    assert (other.drafter.kind, other.max_draft_length) == ("eagle3", 10)
+    assert asked_for((), bench="hosts").drafter.kind == "dflash"
+    assert asked_for(("speculation.drafter.kind=eagle3",), bench="hosts").drafter.kind == "eagle3"
+    other = asked_for(("speculation.drafter.kind=dflash", "speculation.max_draft_length=10"))
+    assert (other.drafter.kind, other.max_draft_length) == ("dflash", 10)
     with pytest.raises(ValueError, match=r"bench rollout: got 'speculation.selector.explore=0.1'; must begin with"):
         asked_for(("speculation.selector.explore=0.1",))
 
