@@ -44,13 +44,13 @@ speculation() {
 
 # run RESULT COMMAND ...: unless its result, which is written last, is there; what a failed run has left goes first.
 run() {
-  local result=$1 begin=$SECONDS
+  local result=$1 begin=$SECONDS log=$scratch/${1//\//-}.log
   shift
   [ ! -e "$out/$result" ] || return 0
   rm -rf "$out/${result%%/*}"
   mkdir -p "$(dirname "$out/$result")"
-  if ! "$@" >"$scratch/log" 2>&1; then
-    tail -40 "$scratch/log"
+  if ! "$@" >"$log" 2>&1; then
+    tail -40 "$log"
     rm -f "$out/$result"
     echo "FAILED: $*"
     exit 1
@@ -61,18 +61,25 @@ run() {
 # TRL's engine in its own process: with the variable alone, plain, and with the callback from an untrained drafter.
 speculation variable "$("$python" -c 'from paceline import assets; print(assets.drafter("small", "eagle3"))')"
 run variable/engine.json env PACELINE="$out/variable.toml" "$python" tests/engine/trl_host.py --steps 3 --out "$out/variable"
+# Both arms of a seed at once, on half of the cores each: no time is compared, and a policy this small gains little by a second core.
+cores=($("$python" -c 'import os; print(*sorted(os.sched_getaffinity(0)))'))
+half=$(((${#cores[@]} + 1) / 2))
+first=$(IFS=,; echo "${cores[*]:0:half}")
+second=$(IFS=,; echo "${cores[*]: -half}")
 for seed in $seeds; do
-  run "plain-$seed/engine.json" "$python" tests/engine/trl_host.py --steps "$steps" --seed "$seed" --out "$out/plain-$seed"
-  run "callback-$seed/policy/model.safetensors" \
+  MASTER_PORT=29501 run "plain-$seed/engine.json" \
+    taskset -c "$first" "$python" tests/engine/trl_host.py --steps "$steps" --seed "$seed" --out "$out/plain-$seed" &
+  run "callback-$seed/policy/model.safetensors" taskset -c "$second" \
     "$python" examples/trl/train.py --steps "$steps" --seed "$seed" --drafter "$out/untrained" --out "$out/callback-$seed"
+  wait $!
 done
 # The policy and the drafter that a run has left, sampled with and without speculation: a draft at every step, whether it pays or
 # not, because the test is of what is verified.
-first=callback-${seeds%% *}
-speculation trained "$out/$first/drafter" 'selector = {kind = "fixed", draft_length = 4}'
-run samples-plain.npz "$python" tests/engine/sampling_host.py "$out/$first/policy" "$out/samples-plain.npz" 1
+trained=callback-${seeds%% *}
+speculation trained "$out/$trained/drafter" 'selector = {kind = "fixed", draft_length = 4}'
+run samples-plain.npz "$python" tests/engine/sampling_host.py "$out/$trained/policy" "$out/samples-plain.npz" 1
 run samples-accelerated.npz env PACELINE="$out/trained.toml" \
-  "$python" tests/engine/sampling_host.py "$out/$first/policy" "$out/samples-accelerated.npz" 2
+  "$python" tests/engine/sampling_host.py "$out/$trained/policy" "$out/samples-accelerated.npz" 2
 # A server: the callback over HTTP, and a sidecar for a TRL without a callback.
 run server.xml "$python" -m pytest -q -p no:cacheprovider --junitxml="$out/server.xml" tests/engine/test_trl.py -k "server or protocol"
 speculation untrained "$out/untrained"

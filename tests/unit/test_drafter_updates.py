@@ -219,6 +219,30 @@ def test_budget_holds_on_average(engine: HostEngine, tmp_path: Path, clock: Cloc
     updater.close()
 
 
+def test_training_goes_on_after_the_process_was_stopped(
+    engine: HostEngine, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour in one call is not made up for by an hour without training: the run would be over before."""
+    updater = make_updater(engine, tmp_path, when="always")
+    updater.update(make_head(), budget_s=2.0)
+    run = DrafterTrainer.run
+
+    def stopped(self: DrafterTrainer, should_stop: Any) -> bool:
+        clock.now_s += 3600
+        return run(self, should_stop)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(DrafterTrainer, "run", stopped)
+        updater.update(make_head(), budget_s=2.0)
+    before = updater.num_tokens
+    for _ in range(30):  # a minute
+        updater.update(make_head(), budget_s=2.0)
+    assert updater.num_tokens == before, "the budget must hold on average for a while"
+    updater.update(make_head(), budget_s=2.0)
+    assert updater.num_tokens > before
+    updater.close()
+
+
 def test_drafter_that_holds_is_not_trained(engine: HostEngine, tmp_path: Path, clock: Clock) -> None:
     """marin issue 9114: a frozen drafter may hold for dozens of steps, and training it would be lost time."""
     updater = make_updater(engine, tmp_path, drift=DriftConfig(heldout_tokens=200, noise=10.0))

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_OVERDRAWN_S = 60.0
+"""Most that later calls make up for. A process that was stopped for an hour, as on a laptop that sleeps, would not
+train again before an hour's worth of budgets has passed."""
+
 
 class DrafterUpdater:
     """Trains and publishes the drafter of one engine. No method raises."""
@@ -118,7 +122,7 @@ class DrafterUpdater:
             with self._failures.contained("publish"):
                 self._judge(self._trainer, head_VD)
         spent_s = time.monotonic() - began_s
-        self._overdrawn_s = max(0.0, self._overdrawn_s + spent_s - budget_s)
+        self._overdrawn_s = min(max(0.0, self._overdrawn_s + spent_s - budget_s), _MOST_OVERDRAWN_S)
         self._count("draft/training_s", spent_s)
 
     def metrics(self) -> dict[str, float]:
