@@ -159,6 +159,7 @@ def test_push_of_another_group_is_refused() -> None:
 
 def _work(pipe: Connection) -> None:
     """A worker in a process of its own: takes one push."""
+    pipe.send("started")
     address, rank = pipe.recv()
     receiver = DistributedReceiver(CPU)
     receiver.join(GroupAddress(**address), rank)
@@ -175,6 +176,7 @@ def test_worker_process_that_dies_fails_the_broadcast_and_a_new_group_works() ->
     ours, theirs = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=_work, args=(theirs,), daemon=True)
     process.start()
+    assert ours.recv() == "started"  # importing PyTorch takes longer than a group waits on a busy machine
     sender = DistributedSender(CPU)
     address = sender.host("127.0.0.1", 1, 20.0)
     ours.send((asdict(address), 1))
