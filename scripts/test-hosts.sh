@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Stock TRL with Paceline on real engines, the long form of tests/engine/test_trl.py: some 75 minutes on two slow cores, if a
-# step of TRL takes 7 s there (estimated, not yet measured). Most of it are six runs of STEPS steps.
+# Stock TRL with Paceline on real engines, the long form of tests/engine/test_trl.py: about 70 minutes on two slow cores. Most of
+# it are six runs of STEPS steps, about 15 minutes for each two of them.
 #
 #   bash scripts/test-hosts.sh [DIR]
 #

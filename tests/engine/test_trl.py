@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not ins
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "trl" / "train.py"
-STEPS, BUDGET_S = 8, 4.0
+STEPS, BUDGET_S = 8, 6.0
 POLICY, PROMPT = "tiny", "start 47 (1)+8 (2)-13 =\n"
 SETTINGS = '[speculation]\nmax_draft_length = 4\ndrafter = {{kind = "eagle3", path = "{drafter}"}}\n'
 Log = list[dict[str, Any]]
