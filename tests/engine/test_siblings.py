@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
-import pytest
 
 from paceline import assets
 from paceline.config import EngineConfig
 from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.groups import Sampling
-from paceline.orchestrator.ledger import Ledger
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.online_drafter import Off
 from paceline.rollout.engine import VllmEngine
@@ -36,19 +34,20 @@ async def prompt_tokens(engines: Sequence[VllmEngine]) -> float:
     return sum(count["engine/prefix_cache_queries"] - count["engine/prefix_cache_hits"] for count in counts)
 
 
-def test_a_prompt_is_read_once(runner: asyncio.Runner, two_cpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dealt out in turn, siblings have their prompt read by both engines."""
+def test_a_prompt_is_read_once(runner: asyncio.Runner, two_cpus: list[int]) -> None:
+    """Dealt out in turn, siblings have their prompt read by both engines. The fleet does so with what fits at once, so
+    that an engine which other tests slow down does not take fewer of them."""
     config = EngineConfig(dtype="float32", max_model_len=1024, max_num_seqs=MAX_NUM_SEQS, kv_cache_gb=0.5)
     rng = np.random.default_rng(0)
 
-    async def generate(engines: list[VllmEngine]) -> tuple[float, float]:
+    async def generate(engines: list[VllmEngine], max_in_flight: int = MAX_NUM_SEQS + 1) -> tuple[float, float]:
         """Times that a prompt was read, on average, and seconds of a batch of new prompts."""
         prompts = [
             Prompt(id=str(number), text="", token_ids=rng.integers(3, 12, PROMPT_TOKENS, np.int32), row={})
             for number in range(NUM_GROUPS)
         ]
         before, began_s = await prompt_tokens(engines), time.monotonic()
-        async with Fleet(Members(engines), Off(), max_in_flight=MAX_NUM_SEQS + 1, on_lost=lambda *_: None) as fleet:
+        async with Fleet(Members(engines), Off(), max_in_flight=max_in_flight, on_lost=lambda *_: None) as fleet:
             sampling = Sampling(group_size=GROUP_SIZE, temperature=1.0, max_tokens=RESPONSE_TOKENS)
             assert len(await fleet.open(prompts, sampling).wait()) == NUM_GROUPS
         seconds = time.monotonic() - began_s
@@ -64,9 +63,7 @@ def test_a_prompt_is_read_once(runner: asyncio.Runner, two_cpus: list[int], monk
             pairs = []
             for _ in range(PAIRS):
                 together = await generate(engines)
-                with monkeypatch.context() as patched:
-                    patched.setattr(Ledger, "_next_for", lambda ledger, *_: ledger._first(ledger._free, is_taken=False))
-                    pairs.append((together, await generate(engines)))
+                pairs.append((together, await generate(engines, max_in_flight=NUM_GROUPS * GROUP_SIZE)))
             return pairs
         finally:
             for engine in engines:
@@ -76,5 +73,5 @@ def test_a_prompt_is_read_once(runner: asyncio.Runner, two_cpus: list[int], monk
     together, dealt_out = (median(arm[0] for arm in arms) for arms in zip(*pairs, strict=True))
     ratios = sorted(apart[1] / one[1] for one, apart in pairs)
     print(f"times that a prompt is read: {together:.2f} together, {dealt_out:.2f} dealt out; makespan {ratios} times")
-    assert dealt_out > 1.5  # about 2, but an engine that other tests slow down takes fewer of the rollouts
+    assert dealt_out > 1.8
     assert together < 1.3
