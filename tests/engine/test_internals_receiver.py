@@ -275,6 +275,15 @@ def test_processes_have_the_names_that_processes_py_looks_for() -> None:
     assert not mentions(multiproc_executor, f'name=f"{WORKER}-'), "processes.py: workers have another name"
 
 
+def test_worker_of_one_core_process_still_needs_an_executor_of_ours_on_cpus() -> None:
+    """`executor.py` can go when vLLM's CPU platform takes the backend "uni", as on GPUs."""
+    from vllm.platforms import cpu
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    assert not mentions(cpu, 'parallel_config.distributed_executor_backend == "uni"', 'backend = "mp"')
+    assert "_init_executor" in vars(UniProcExecutor)
+
+
 def test_worker_takes_an_extension_whose_names_are_its_own() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -49,9 +49,7 @@ def engine_args(
         max_model_len=config.max_model_len,
         max_num_seqs=1 if config.deterministic else config.max_num_seqs,
         tensor_parallel_size=config.tensor_parallel_size,
-        # Inside a placement group vLLM would choose its Ray executor, which refuses a bundle of several GPUs; ours hold
-        # all GPUs of an engine. With one worker the choice stays vLLM's.
-        distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
+        distributed_executor_backend=_executor(config),
         enforce_eager=not compiles,
         kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) if cpu else None,
         gpu_memory_utilization=config.gpu_memory_utilization,
@@ -86,6 +84,15 @@ def engine_args(
         args.additional_config = cast("Any", Unhashed(scheduler_settings(speculation, plan)))
         args.per_request_spec_decode_metrics = "summary"
     return args
+
+
+def _executor(config: EngineConfig) -> str | None:
+    """What runs the workers; None where the choice stays vLLM's."""
+    if config.tensor_parallel_size > 1:
+        # Inside a placement group vLLM would choose its Ray executor, which refuses a bundle of several GPUs; ours hold
+        # all GPUs of an engine.
+        return "mp"
+    return "paceline.rollout.internals.executor.InProcessExecutor" if on_cpu() else None
 
 
 def _refuse_fp8_weights(config: EngineConfig, speculation: SpeculationConfig | None) -> None:

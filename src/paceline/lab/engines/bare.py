@@ -21,6 +21,7 @@ class BareEngine:
         settings = engine_args(model_path, config, seed)
         settings.worker_extension_cls = ""
         settings.weight_transfer_config = None
+        settings.distributed_executor_backend = None
         self._stop_token_ids = end_tokens(model_path)
         self._llm = LLM(**{field.name: getattr(settings, field.name) for field in fields(EngineArgs)})
 
