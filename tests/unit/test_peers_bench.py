@@ -13,7 +13,7 @@ from paceline.lab.hosts.trl_training import StepTimes, right_answer
 
 
 def peer(step_s: float, generation_s: float, num_tokens: float = 100.0) -> PeerRun:
-    return PeerRun(step_s=step_s, generation_s=generation_s, sync_s=0.1, num_tokens=num_tokens)
+    return PeerRun(step_s=step_s, generation_s=generation_s, sync_s=0.1, num_tokens=num_tokens, engine_steps=10)
 
 
 def test_generation_is_compared_by_token_and_the_rest_by_step():
@@ -30,8 +30,8 @@ def test_generation_is_compared_by_token_and_the_rest_by_step():
 
 
 def test_first_steps_of_trl_do_not_count():
-    slow = {"step_s": 100.0, "generation_s": 90.0, "sync_s": 9.0, "num_tokens": 1.0}
-    counted = {"step_s": 4.0, "generation_s": 3.0, "sync_s": 0.5, "num_tokens": 50.0}
+    slow = {"step_s": 100.0, "generation_s": 90.0, "sync_s": 9.0, "num_tokens": 1.0, "engine_steps": 1.0}
+    counted = {"step_s": 4.0, "generation_s": 3.0, "sync_s": 0.5, "num_tokens": 50.0, "engine_steps": 20.0}
     assert average([slow] * WARMUP + [counted, counted]) == PeerRun(**counted)
 
 
@@ -73,9 +73,13 @@ def test_step_tells_what_generation_took_of_it():
     generate = times.timed("generation", lambda prompts: (prompts, [[1, 2], [3]], None))
     times.timed("sync", lambda: None)()
     assert generate(["a", "b"])[0] == ["a", "b"]
+    engine_step = times.counted(lambda: "outputs")
+    assert [engine_step(), engine_step()] == ["outputs"] * 2
     step = times.end()
-    assert step["num_tokens"] == 3 and step["sync_s"] > 0 and 0 < step["generation_s"] < step["step_s"]
-    assert times.end()["num_tokens"] == 0, "the next step begins with nothing"
+    assert (step["num_tokens"], step["engine_steps"]) == (3, 2)
+    assert step["sync_s"] > 0 and 0 < step["generation_s"] < step["step_s"]
+    again = times.end()
+    assert again["num_tokens"] == again["engine_steps"] == 0, "the next step begins with nothing"
 
 
 def test_reward_in_the_form_of_trl_is_the_arenas():

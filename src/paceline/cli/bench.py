@@ -93,7 +93,7 @@ BENCHES = {
         _settings_elsewhere,
     ),
     "peers": BenchEntry(
-        "our loop against stock TRL's: generation by token, and the rest of a step; three seeds (about 25 minutes)",
+        "our loop against stock TRL's: generation by token, and the rest of a step; three seeds (about 10 minutes)",
         _runs_elsewhere,
     ),
     "fp8": BenchEntry(

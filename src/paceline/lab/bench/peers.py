@@ -1,7 +1,7 @@
 """`paceline bench peers`: our loop against stock TRL's on the same policy, prompts, lengths and number of updates.
 
     trl         GRPOTrainer with its colocated engine, in a process of its own and an environment that this bench makes
-    paceline    `paceline train` with an EAGLE-3 drafter, trained on engines that wait for the tail
+    paceline    `paceline train` with a DFlash drafter, the faster one where nobody trains it
 
 Both arms are GRPO on the arena with one optimizer step a batch, every group trained on, clipped alike and corrected by
 truncated importance weights of tokens. They have the same vLLM, PyTorch and cores, engines compiled and in the
@@ -9,8 +9,7 @@ precision that is fastest here, float32 learners, and the same prompts in the sa
 config, so an override holds for both; beyond those it has no gradient checkpointing, which would slow it down, and
 `microbatch` rollouts in a pass. The arms take turns, in another order for each seed; ratios are of runs of one seed,
 and the first steps, in which selectors and caches warm up, do not count. The policy is the config's, arena:small: a
-step of arena:large takes minutes in float32 on two cores, whoever trains it, and TRL's passes of `microbatch` rollouts
-without checkpointing may not fit into 24 GB.
+step of arena:large takes minutes in float32 on two cores, whoever trains it.
 
     generation_over_trl     seconds of generation for a token, TRL's over ours; median of the seeds
     rest_of_step_over_trl   seconds of a step outside of generation, weight sync included, ours over TRL's
@@ -57,9 +56,9 @@ _SETTINGS = (
     "objective.drop_uniform_groups=false",  # as TRL, which trains on all
     "correction.kind=token-tis",
     "eval.every=0",
-    "speculation.drafter.kind=eagle3",
+    "speculation.drafter.kind=dflash",
     "speculation.drafter.path=arena",
-    "speculation.training.mode=idle",
+    "speculation.training.mode=off",
 )
 
 
@@ -71,6 +70,8 @@ class PeerRun:
     generation_s: float
     sync_s: float
     num_tokens: float
+    engine_steps: float
+    """Forward passes of the policy, of all engines together."""
 
     @property
     def rest_s(self) -> float:
@@ -135,9 +136,15 @@ def is_late(num_done: int, elapsed_s: float) -> bool:
 def _train_ours(config: Config, context: Context) -> PeerRun:
     with TemporaryDirectory() as directory:
         placed = config.run.model_copy(update={"directory": Path(directory), "name": "run"})
-        found = summarise(read_run(run_session(config.model_copy(update={"run": placed}), context)))
+        recorded = read_run(run_session(config.model_copy(update={"run": placed}), context))
+    found = summarise(recorded)
+    lengths = [recorded.series(key) for key in recorded.metrics if key.startswith("selector/steps_at_k")]
     return PeerRun(
-        step_s=found.step_s, generation_s=found.generation_s, sync_s=found.sync_s, num_tokens=found.num_tokens
+        step_s=found.step_s,
+        generation_s=found.generation_s,
+        sync_s=found.sync_s,
+        num_tokens=found.num_tokens,
+        engine_steps=float(sum(np.mean(counted[WARMUP:]) for counted in lengths)),
     )
 
 

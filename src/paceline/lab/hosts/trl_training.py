@@ -1,7 +1,7 @@
 """A GRPO run of stock TRL on the arena, as a program that `paceline bench peers` starts: it tells how long steps take.
 
     out    {"trl": "1.16.0", "vllm": "0.32.0"}                                              once it has started
-           {"step_s": 9.1, "generation_s": 6.0, "sync_s": 0.1, "num_tokens": 9120, "reward": 0.5}    after each step
+           {"step_s": 9.1, "generation_s": 6.0, "sync_s": 0.1, "num_tokens": 9120, "engine_steps": 640}  each step
 
 Times are taken from outside of TRL: around `VLLMGeneration.generate` and `sync_weights`, and between the ends of steps,
 which is all that a step costs. What a run of TRL needs on the CPU is done from outside too: the engine's precision
@@ -72,6 +72,7 @@ class StepTimes:
         self._began_s = time.perf_counter()
         self._spent_s = {"generation": 0.0, "sync": 0.0}
         self._num_tokens = 0
+        self._engine_steps = 0
 
     def timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return `call` with its time counted, and the tokens that it generates."""
@@ -86,10 +87,20 @@ class StepTimes:
 
         return wrapped
 
+    def counted(self, engine_step: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `engine_step` with its calls counted."""
+
+        def wrapped() -> Any:
+            self._engine_steps += 1
+            return engine_step()
+
+        return wrapped
+
     def end(self) -> Message:
         """Return the step, and begin the next."""
         spent_s = {f"{what}_s": seconds for what, seconds in self._spent_s.items()}
-        step = {"step_s": time.perf_counter() - self._began_s, **spent_s, "num_tokens": self._num_tokens}
+        counts = {"num_tokens": self._num_tokens, "engine_steps": self._engine_steps}
+        step = {"step_s": time.perf_counter() - self._began_s, **spent_s, **counts}
         self.begin()
         return step
 
@@ -106,6 +117,8 @@ def main() -> None:
     generation = trainer.vllm_generation
     generation.generate = times.timed("generation", generation.generate)
     generation.sync_weights = times.timed("sync", generation.sync_weights)
+    engine = generation.llm.llm_engine
+    engine.step = times.counted(engine.step)
 
     class Report(TrainerCallback):
         def on_train_begin(self, *_: object, **__: object) -> None:
