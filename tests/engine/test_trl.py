@@ -76,9 +76,10 @@ def check(log: Log, out: Path, drafter: Path) -> None:
     assert sum(spent_s) < 2 * (len(spent_s) + 2) * BUDGET_S, spent_s
     verdicts = [step for step in log if "draft/heldout_after" in step]
     assert verdicts and log[-1]["draft/published_round"] >= 1, log[-1]
-    # How much it learns in so many seconds depends on the machine.
+    # How much it learns in so many seconds depends on the machine, and a drafter that holds is not trained.
     assert verdicts[-1]["draft/heldout_after"] > verdicts[0]["draft/heldout_before"], verdicts
-    assert log[-1]["draft/overlap"] > log[0]["draft/overlap"]
+    overlaps = [step["draft/overlap"] for step in log if "draft/overlap" in step]
+    assert overlaps[-1] > overlaps[0], overlaps
     saved, start = load(out / "drafter").state_dict(), load(drafter).state_dict()
     assert saved.keys() == start.keys() and fingerprint(saved["fc.weight"]) != fingerprint(start["fc.weight"])
     trained = AutoModelForCausalLM.from_pretrained(out / "policy").state_dict()
