@@ -8,8 +8,9 @@ truncated importance weights of tokens. They have the same vLLM, PyTorch and cor
 precision that is fastest here, float32 learners, and the same prompts in the same steps. TRL's settings follow from our
 config, so an override holds for both; beyond those it has no gradient checkpointing, which would slow it down, and
 `microbatch` rollouts in a pass. The arms take turns, in another order for each seed; ratios are of runs of one seed,
-and the first steps, in which selectors and caches warm up, do not count. The policy is the config's, arena:small: a
-step of arena:large takes minutes in float32 on two cores, whoever trains it.
+and the first steps, in which selectors and caches warm up, do not count. The policy is the config's, arena:small, whose
+steps take seconds. On two cores arena:large takes half an hour, one engine, a learning rate of 1e-6 and few rollouts
+(with eight, TRL's process was killed at 22 GB): benchmarks/README.md has the command.
 
     generation_over_trl     seconds of generation for a token, TRL's over ours; median of the seeds
     rest_of_step_over_trl   seconds of a step outside of generation, weight sync included, ours over TRL's
