@@ -79,7 +79,7 @@ def test_certify_says_what_a_checkpoint_can_be_trusted_with(tmp_path: Path) -> N
     assert details["failed"] == []
     assert all(details["logp_by_class"][kind]["count"] > 0 for kind in ("accepted", "recovered", "bonus"))
     assert figures["drafted_tokens"] > 1000 and figures["accepted_length"] > 2 and figures["greedy_differences"] == 0
-    assert details["verdict"] == verdict and verdict in said, "--quick must not certify"
+    assert details["verdict"] == verdict and verdict in said, f"--quick, and only that, must not certify: {said}"
     for word in (verdict, result["environment"]["versions"]["torch"], "mtp"):
         assert word in page
 
