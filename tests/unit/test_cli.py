@@ -254,7 +254,7 @@ def test_every_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None
     ("files", "override", "said"),
     [
         ([], [], "must be a run's directory"),
-        (["config.json", "state/x"], ["learner.learning_rate=1"], "cannot change when a run goes on"),
+        (["config.json", "state/x"], ["learner.learning_rate=1"], "cannot change at a resume"),
         (["config.json"], [], "run.checkpoint_every=0"),
     ],
 )

@@ -12,7 +12,7 @@ from paceline.config.drafter_training import BufferConfig, DrafterTrainingConfig
 from paceline.config.evaluation import EvalConfig
 from paceline.config.guard import GuardConfig
 from paceline.config.learner import CalibrationConfig, LearnerConfig
-from paceline.config.load import fields_of, load_config, parse_overrides, sections_in
+from paceline.config.load import adjustable_keys, fields_of, load_config, parse_overrides, sections_in
 from paceline.config.objective import CorrectionConfig, ObjectiveConfig
 from paceline.config.rollout import EngineConfig, RolloutConfig
 from paceline.config.root import Config
@@ -71,6 +71,7 @@ __all__ = [
     "TableSelector",
     "UserData",
     "VllmDrafter",
+    "adjustable_keys",
     "fields_of",
     "load_config",
     "parse_overrides",

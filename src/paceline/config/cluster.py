@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from paceline.config.base import Section
+from paceline.config.base import Adjustable, Section
 
 
 class ClusterConfig(Section):
-    address: str | None = None
+    address: Adjustable[str | None] = None
     """Address of a running Ray cluster (`auto` or host:port). None starts one on this machine that ends with the
     run."""
     device: Literal["auto", "cpu", "gpu"] = "auto"

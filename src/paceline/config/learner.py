@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from paceline.config.base import Section
+from paceline.config.base import Adjustable, Section
 
 
 class CalibrationConfig(Section):
@@ -25,9 +25,9 @@ class CalibrationConfig(Section):
 
 
 class LearnerConfig(Section):
-    world_size: int = Field(default=1, ge=1)
+    world_size: Adjustable[int] = Field(default=1, ge=1)
     """Number of FSDP2 processes."""
-    cpus: int | None = Field(default=None, ge=1)
+    cpus: Adjustable[int | None] = Field(default=None, ge=1)
     """Cores of each process where there is no GPU; None divides all cores among the processes. Engines on other cores
     may be leased to drafter training while the learner works."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -46,7 +46,7 @@ class LearnerConfig(Section):
     """Optimizer steps per batch."""
     microbatch_tokens: int = Field(default=8192, ge=1)
     """Padded tokens in one forward pass; bounds memory. A longer sample gets a pass of its own."""
-    deadline_s: float = Field(default=600, gt=0)
+    deadline_s: Adjustable[float] = Field(default=600, gt=0)
     """Seconds within which each call of the learner must answer, and for which a rank waits for the others."""
     calibration: CalibrationConfig = CalibrationConfig()
 

@@ -64,6 +64,12 @@ def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, l
             yield from fields_of(variant, f"{prefix}{name}.")
 
 
+def adjustable_keys() -> list[str]:
+    """Return the dotted keys of all settings that may differ after a resume."""
+    sections = [("", Config), *((f"{key}.", section) for key, inner in fields_of(Config) for section in inner)]
+    return sorted({prefix + name for prefix, section in sections for name in section.adjustable()})
+
+
 def _explain(detail: ErrorDetails) -> str:
     """One line for one wrong key: its path as the user writes it, what it got and what it must be."""
     if detail["type"] == "value_error":  # our own validators name their key

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config.base import Section
+from paceline.config.base import Adjustable, Section
 
 
 class EngineConfig(Section):
@@ -43,14 +43,14 @@ class EngineConfig(Section):
     """Sample each rollout by itself, with a seed that follows from `run.seed`, step, prompt and index, and without
     prefix caching. A run is then the same whenever it is run or resumed, and several times slower: for debugging and
     for tests."""
-    start_deadline_s: float = Field(default=900, gt=0)
+    start_deadline_s: Adjustable[float] = Field(default=900, gt=0)
     """Seconds within which an engine must have started; loading, compiling and capturing graphs count."""
-    call_deadline_s: float = Field(default=60, gt=0)
+    call_deadline_s: Adjustable[float] = Field(default=60, gt=0)
     """Seconds for calls that should answer at once: submit, pause, sleep, metrics."""
-    push_deadline_s: float = Field(default=300, gt=0)
+    push_deadline_s: Adjustable[float] = Field(default=300, gt=0)
     """Seconds within which a push of weights must have arrived and been loaded. Learner and engines wait half as long
     for each other in a broadcast, so raise it where weights take longer or many GPUs have to meet."""
-    progress_deadline_s: float = Field(default=120, gt=0)
+    progress_deadline_s: Adjustable[float] = Field(default=120, gt=0)
     """An engine that has requests but produces no token for this many seconds is lost."""
 
     def compiles(self, *, gpu: bool) -> bool:
@@ -81,9 +81,9 @@ class RolloutConfig(Section):
     """How rollouts are sampled. Sampling is never truncated (no top_p, no top_k): the learner's log-probabilities are
     not, and importance ratios against a truncated sampler would be biased."""
 
-    num_engines: int = Field(default=2, ge=1)
+    num_engines: Adjustable[int] = Field(default=2, ge=1)
     """Number of vLLM engines."""
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: Adjustable[int] = Field(default=3, ge=0)
     """How often in a row another engine is started in the place of one that was lost, and another learner; ten minutes
     without a loss start the count anew. 0 goes on without the engine and ends with the learner, so that whatever kills
     them is seen at once."""

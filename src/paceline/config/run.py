@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config.base import Section
+from paceline.config.base import Adjustable, Section
 
 
 class RunConfig(Section):
-    name: str = Field(default="run", max_length=100)
+    name: Adjustable[str] = Field(default="run", max_length=100)
     """Name of the run's directory: letters, digits, `.`, `_` and `-`, the first of them a letter or digit."""
-    directory: Path = Path("runs")
+    directory: Adjustable[Path] = Path("runs")
     """Directory in which run directories are created. An existing run is never overwritten: a number is added to the
     name."""
-    steps: int = Field(default=40, ge=1)
+    steps: Adjustable[int] = Field(default=40, ge=1)
     """Number of RL steps, each one policy update."""
     seed: int = 0
     """Seed of the order of the data, the engines' sampling and the learner."""
@@ -31,16 +31,16 @@ class RunConfig(Section):
     learner waits for it. `abort`: it is given up and sampled anew from the present policy; nobody waits, but what is
     given up is lost, and long answers are given up more often than short ones, so that the policy is trained on shorter
     answers than it gives."""
-    save_every: int = Field(default=0, ge=0)
+    save_every: Adjustable[int] = Field(default=0, ge=0)
     """Save the policy every this many steps; 0 saves at the end only."""
-    checkpoint_every: int = Field(default=10, ge=0)
+    checkpoint_every: Adjustable[int] = Field(default=10, ge=0)
     """Checkpoint the whole run every this many steps and at the end, so that `paceline train --resume` can go on from
     there; two checkpoints are kept, each of about three times the policy in float32. 0 keeps nothing, finished rollouts
     included."""
-    sinks: tuple[Literal["console", "wandb", "tensorboard", "mlflow", "prometheus"], ...] = ("console",)
+    sinks: Adjustable[tuple[Literal["console", "wandb", "tensorboard", "mlflow", "prometheus"], ...]] = ("console",)
     """Where metrics go besides metrics.jsonl; each but the console is an extra, as in `pip install
     'paceline[tensorboard]'`."""
-    prometheus_port: int = Field(default=9400, ge=1024, le=65535)
+    prometheus_port: Adjustable[int] = Field(default=9400, ge=1024, le=65535)
     """Where `sinks = ["prometheus"]` serves its gauges, on this machine's loopback only."""
 
     @model_validator(mode="before")

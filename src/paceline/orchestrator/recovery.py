@@ -17,37 +17,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config
-from paceline.files import atomic_file, installed, sha256_of
+from paceline.config import Config, adjustable_keys
+from paceline.files import atomic_file, installed
 from paceline.metrics import Sum
 from paceline.orchestrator.batch_log import BatchLog, Taken
 from paceline.orchestrator.journal import Journal, Rewards
 from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.orchestrator.store import Store
 from paceline.types import Group, Learner, PacelineError, Prompt
-
-HARMLESS = frozenset(
-    {
-        "run.steps",
-        "run.name",
-        "run.directory",
-        "run.save_every",
-        "run.checkpoint_every",
-        "run.sinks",
-        "run.prometheus_port",
-        "rollout.num_engines",
-        "rollout.max_restarts",
-        "rollout.engine.start_deadline_s",
-        "rollout.engine.call_deadline_s",
-        "rollout.engine.push_deadline_s",
-        "rollout.engine.progress_deadline_s",
-        "learner.world_size",
-        "learner.cpus",
-        "learner.deadline_s",
-        "cluster.address",
-    }
-)
-"""Settings that may differ when a run goes on: they change how far or on what it runs, not what it learns."""
 
 
 class Recovery:
@@ -57,7 +34,7 @@ class Recovery:
         """Find what an earlier driver of this run has left; the caller knows that none is alive."""
         self._directory = directory if config.run.checkpoint_every else None
         self._every = config.run.checkpoint_every
-        self._facts = {"config": config_hash(config), "versions": installed(["paceline", "torch", "vllm"])}
+        self._facts = {"config": config.fixed(), "versions": installed(["paceline", "torch", "vllm"])}
         self._log: BatchLog | None = None
         self.taken: Mapping[int, Taken] = {}
         """What steps took that come again."""
@@ -175,7 +152,7 @@ class Recovery:
         if found.facts["config"] != self._facts["config"]:
             raise ValueError(
                 "config.json: differs from the config that this run was checkpointed with; must be the same, but for "
-                f"{', '.join(sorted(HARMLESS))}"
+                f"{', '.join(adjustable_keys())}"
             )
         self.path = found.path
         tree = self.tree = json.loads((found.path / "run.json").read_text(encoding="utf-8"))
@@ -225,18 +202,6 @@ class Recovery:
         if not self._num_failed:  # a full disk fails for every group of a batch
             self._journal.event("checkpoint_failed", why=str(error))
         self._num_failed += 1
-
-
-def config_hash(config: Config) -> str:
-    """Checksum of all settings but the harmless ones."""
-    tree = config.model_dump(mode="json")
-    for key in HARMLESS:
-        *sections, leaf = key.split(".")
-        inner = tree
-        for section in sections:
-            inner = inner[section]
-        del inner[leaf]
-    return sha256_of([json.dumps(tree, sort_keys=True).encode()])
 
 
 def _is_kept(record: Mapping[str, Any], step: int) -> bool:

@@ -26,6 +26,7 @@ from paceline.config import (
     MeasuredSelector,
     ParallelDrafter,
     VllmDrafter,
+    adjustable_keys,
     load_config,
 )
 from paceline.console import ConsoleSink
@@ -35,7 +36,7 @@ from paceline.files import atomic_file, lock, move_file
 from paceline.measure import environment
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
-from paceline.orchestrator.recovery import HARMLESS, Recovery
+from paceline.orchestrator.recovery import Recovery
 from paceline.orchestrator.rewards import open_scorer
 from paceline.orchestrator.task import Task
 from paceline.selector.cost_file import Conditions, require_same
@@ -91,15 +92,15 @@ def _run_in(
 
 
 def resumed_config(directory: Path, overrides: Sequence[str]) -> Config:
-    """The config of an earlier run with the overrides, which must be harmless."""
+    """Return the config of an earlier run with overrides of adjustable settings."""
     if not (directory / "config.json").is_file():
         raise ValueError(f"resume: got {directory}, which has no config.json; must be a run's directory")
+    allowed = [key for key in adjustable_keys() if key not in ("run.name", "run.directory")]
     for override in overrides:
         key = override.partition("=")[0].strip()
-        if key not in HARMLESS - {"run.name", "run.directory"}:
+        if key not in allowed:
             raise ValueError(
-                f"{key}: cannot change when a run goes on, because it would be another run; "
-                f"{', '.join(sorted(HARMLESS - {'run.name', 'run.directory'}))} can"
+                f"{key}: cannot change at a resume because it would be another run; {', '.join(allowed)} can"
             )
     config = load_config(directory / "config.json", overrides)
     if not (directory / "state").is_dir():
