@@ -18,7 +18,8 @@ from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.online_drafter import Off
 from paceline.orchestrator.recovery import Recovery
-from paceline.plan.simulate import SimulatedEngine, finished_rollout, run_virtual, simulated_prompts
+from paceline.orchestrator.rewards import Scoring
+from paceline.plan.simulate import SimulatedEngine, finished_rollout, run_virtual, score_by_parity, simulated_prompts
 from paceline.types import Group, Prompt, Rollout, RolloutRequest
 
 Lengths = Callable[[RolloutRequest], int]
@@ -88,8 +89,9 @@ def stream(
             for i in range(num_engines)
         ]
         journal, loop = Journal(Recorder(JsonlSink(Path(os.devnull)))), asyncio.get_running_loop()
-        async with Fleet(Members(engines), lessor or Off(), max_in_flight=slots, on_lost=lambda *_: None) as fleet:
-            intake = Intake(simulated_prompts(), config, fleet, recovery or Recovery(None, config), journal)
+        fleet = Fleet(Members(engines), lessor or Off(), max_in_flight=slots, on_lost=lambda *_: None)
+        async with fleet, Scoring(score_by_parity) as scoring:
+            intake = Intake(simulated_prompts(), config, fleet, recovery or Recovery(None, config), journal, scoring)
             for at_s in drop_at_s:
                 loop.call_at(at_s, _drop_one, fleet, found)
             for step in range(1, config.run.steps + 1):

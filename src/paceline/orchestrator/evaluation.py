@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from paceline.config import Config
 from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.groups import Sampling
-from paceline.orchestrator.journal import Journal, Rewards
-from paceline.types import Group, Prompt
+from paceline.orchestrator.journal import Journal
+from paceline.orchestrator.rewards import Score
+from paceline.types import Prompt
 
 
 async def evaluate(
     config: Config,
     fleet: Fleet,
     heldout: Sequence[Prompt],
-    score: Callable[[Sequence[Group]], Awaitable[Rewards]],
+    score: Score,
     journal: Journal,
 ) -> None:
     """Record the mean reward on held-out prompts, sampled as configured."""

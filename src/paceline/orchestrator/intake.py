@@ -34,6 +34,7 @@ from paceline.orchestrator.groups import Sampling
 from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.prompt_stream import PromptStream
 from paceline.orchestrator.recovery import Recovery
+from paceline.orchestrator.rewards import Scoring
 from paceline.types import Group, Prompt
 
 _NEXT_TRY = 1 << 48
@@ -57,9 +58,16 @@ class Intake:
     """A group is known by its position among the prompts. Implements `groups.GroupListener`."""
 
     def __init__(
-        self, prompts: Iterator[Prompt], config: Config, fleet: Fleet, recovery: Recovery, journal: Journal
+        self,
+        prompts: Iterator[Prompt],
+        config: Config,
+        fleet: Fleet,
+        recovery: Recovery,
+        journal: Journal,
+        scoring: Scoring,
     ) -> None:
         self._config, self._fleet, self._recovery, self._journal = config, fleet, recovery, journal
+        self._scoring = scoring
         self._size, self._max_age = config.rollout.prompts_per_step, config.run.max_age
         self._waits = config.run.too_old == "wait"
         self.prompts = PromptStream(prompts)
@@ -128,7 +136,7 @@ class Intake:
 
     def on_group(self, group: Group) -> None:
         position = group.group_id % _NEXT_TRY
-        self._finish(position, group)
+        self._finish(position, group, None)
         self._recovery.keep(position, group)
         self._news.set()
 
@@ -148,7 +156,7 @@ class Intake:
             return
         self._open[position] = _Untaken(prompt=prompt, group_id=position)
         if (group := self._recovery.logged(position, prompt)) is not None:
-            self._finish(position, group)
+            self._finish(position, group, self._recovery.logged_rewards(position))
         else:
             self._held.append(position)
 
@@ -157,7 +165,8 @@ class Intake:
         places = [position % self._size for position in positions]
         self._fleet.open(prompts, sampling, first_group=first_group, places=places, listener=self)
 
-    def _finish(self, position: int, group: Group) -> None:
+    def _finish(self, position: int, group: Group, rewards: list[float] | None) -> None:
+        self._scoring.begin(position, group, rewards)
         opened = self._open.pop(position)
         opened.group, opened.began = group, group.policy_version
         self._open[position] = opened  # at the end: what has finished is in the order in which it did

@@ -1,11 +1,11 @@
 """One RL run on one page, over protocols: no ray, no vllm.
 
     step s:  data ──▶ generation ──▶ prepare ──▶ logprob ──▶ train ──▶ sync ──▶ (eval)
-             open      wait for      rewards,     learner's    one       new policy version
-             groups    groups        advantages   own logp,    update    to every engine
-               │          ▲                       correction,  unless the guard says to push again
+             open      wait for      last         learner's    one       new policy version
+             groups    groups        rewards,     own logp,    update    to every engine
+               │          ▲          advantages   correction,  unless the guard says to push again
                └─ intake ─┘                       guard;
-                  fleet                           gradients, if the update is one optimizer step
+                  fleet ──on_group──▶ rewards     gradients, if the update is one optimizer step
 
 Synchronous (`run.max_age` 0) and asynchronous training are this same code (intake.py says which groups are open and
 which the learner takes); a sync pauses engines, so in the latter it comes in the middle of rollouts, which then carry
@@ -23,16 +23,18 @@ from typing import Any
 
 from paceline.config import Config
 from paceline.metrics import Mean, Recorder
+from paceline.orchestrator.batch_log import Taken
 from paceline.orchestrator.calibration import calibrate, calibrate_on_prompts
 from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.healing import Healer, NoHealing
 from paceline.orchestrator.intake import Intake
-from paceline.orchestrator.journal import Journal, Rewards
+from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.online_drafter import Off, OnlineDrafter
 from paceline.orchestrator.recovery import Recovery
+from paceline.orchestrator.rewards import Score, Scoring
 from paceline.orchestrator.samples import make_samples
 from paceline.orchestrator.sync import push_policy
 from paceline.types import Group, Learner, Prompt, Sender, Tokens
@@ -49,8 +51,7 @@ class Parts:
     prompts: Iterator[Prompt]
     """Endless."""
     heldout: Sequence[Prompt]
-    score: Callable[[Sequence[Group]], Awaitable[Rewards]]
-    """A reward for every rollout of every group."""
+    score: Score
     decode: Callable[[Tokens], str] | None = None
     """Returns the text of a response, for the few that are recorded at an evaluation. None: none are."""
     drafter: OnlineDrafter = field(default_factory=Off)
@@ -77,8 +78,8 @@ async def train(
         on_progress=journal.progress,
         on_quarantine=journal.quarantined,
     )
-    async with parts.drafter.running(journal), parts.healer.running(journal), fleet:
-        run = _Run(parts, config, journal, fleet, recovery, None if save_to is None else Path(save_to).parent)
+    async with parts.drafter.running(journal), parts.healer.running(journal), fleet, Scoring(parts.score) as scoring:
+        run = _Run(parts, config, journal, fleet, recovery, scoring, None if save_to is None else Path(save_to).parent)
         await run.begin()
         for step in range(recovery.step + 1, config.run.steps + 1):
             journal.begin_step(step)
@@ -103,13 +104,21 @@ class _Run:
     """What a run remembers from step to step: open groups and the policy version."""
 
     def __init__(
-        self, parts: Parts, config: Config, journal: Journal, fleet: Fleet, recovery: Recovery, save_to: Path | None
+        self,
+        parts: Parts,
+        config: Config,
+        journal: Journal,
+        fleet: Fleet,
+        recovery: Recovery,
+        scoring: Scoring,
+        save_to: Path | None,
     ) -> None:
         self.parts, self.config, self.journal, self.fleet, self.recovery = parts, config, journal, fleet, recovery
+        self.scoring = scoring
         can_raise = parts.raise_precision is not None
         self.mismatch = MismatchMonitor(config, parts.learner, journal, can_raise=can_raise, save_to=save_to)
         self.version = 0
-        self.intake = Intake(parts.prompts, config, fleet, recovery, journal)
+        self.intake = Intake(parts.prompts, config, fleet, recovery, journal, scoring)
 
     def state(self) -> dict[str, Any]:
         """What the loop itself needs to go on after this step."""
@@ -150,8 +159,9 @@ class _Run:
             groups = list(taken.values())
         with stage("prepare"):
             counting = self.journal.counters(self.fleet.engines)
-            scoring = self.recovery.score(self.journal.step, taken, self.intake.dropped, self.parts.score)
-            rewards, _ = await asyncio.gather(scoring, counting)
+            rewards, _ = await asyncio.gather(self.scoring.take(taken), counting)
+            logged = Taken(groups=list(taken), dropped=self.intake.dropped, rewards=rewards)
+            self.recovery.keep_taken(self.journal.step, logged)
             self.journal.rollouts(groups, rewards, fleet=self.fleet)
             self.journal.ages(groups, policy_version=self.version, max_age=self.config.run.max_age)
             samples = make_samples(groups, rewards, self.config.objective, self.journal)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from paceline.config import Config, adjustable_keys
 from paceline.files import atomic_file, installed
 from paceline.metrics import Sum
 from paceline.orchestrator.batch_log import BatchLog, Taken
-from paceline.orchestrator.journal import Journal, Rewards
+from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.orchestrator.store import Store
 from paceline.types import Group, Learner, PacelineError, Prompt
@@ -37,7 +37,9 @@ class Recovery:
         self._facts = {"config": config.fixed(), "versions": installed(["paceline", "torch", "vllm"])}
         self._log: BatchLog | None = None
         self.taken: Mapping[int, Taken] = {}
-        """What steps took that come again."""
+        """Logged steps after the checkpoint, which are repeated."""
+        self._rewards: dict[int, list[float]] = {}
+        """Rewards of their groups, by position."""
         self._covered: dict[int, Mapping[str, Any]] = {}
         """The intake's state in each checkpoint that was written or gone on from."""
         self._store: Store | None = None
@@ -85,6 +87,8 @@ class Recovery:
         if self._directory is not None:
             self._log = BatchLog(self._directory / "batches", began_s=journal.run_began_s)
             self.taken = {step: taken for step, taken in self._log.taken().items() if step > self.step}
+            for taken in self.taken.values():
+                self._rewards |= zip(taken.groups, taken.rewards, strict=True)
             self._report_broken()
 
     def logged(self, position: int, prompt: Prompt) -> Group | None:
@@ -100,22 +104,14 @@ class Recovery:
         if self._log is not None:
             self._attempt(lambda log: log.put(position, group))
 
-    async def score(
-        self,
-        step: int,
-        groups: Mapping[int, Group],
-        dropped: Sequence[int],
-        score: Callable[[Sequence[Group]], Awaitable[Rewards]],
-    ) -> Rewards:
-        """Rewards of what this step takes, by position, from the log if it took the same before."""
-        taken = self.taken.get(step)
-        if taken is not None and list(taken.groups) == list(groups):
-            return taken.rewards
-        rewards = await score(list(groups.values()))
-        if self._log is not None:
-            again = Taken(groups=list(groups), dropped=list(dropped), rewards=rewards)
-            self._attempt(lambda log: log.put_taken(step, again))
-        return rewards
+    def logged_rewards(self, position: int) -> list[float] | None:
+        """Return the rewards of a logged group if an earlier driver has trained on it."""
+        return self._rewards.get(position)
+
+    def keep_taken(self, step: int, taken: Taken) -> None:
+        """Log the groups of a step and their rewards."""
+        if self._log is not None and taken != self.taken.get(step):
+            self._attempt(lambda log: log.put_taken(step, taken))
 
     async def write(
         self, state: Callable[[], Mapping[str, Any]], learner: Learner, drafter: OnlineDrafter, *, last: bool

@@ -37,6 +37,8 @@ _LOAD_S = 300.0
 _EXIT_S = 1.0
 """Seconds for the exit code of a process whose pipe has ended."""
 _LONGEST_ANSWER = 1 << 20
+_EVENT_S = 10.0
+"""Seconds between two events about failures: a function that always fails would fill the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +82,11 @@ class RewardPool:
         for worker in self._workers:
             self._idle.put_nowait(worker)
         recorder.counts[FAILURES] += 0  # a step's record says that there were none
+        self._unreported: list[RewardFailedError] = []
+        self._reported_s = -math.inf
 
     async def score(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[str]]) -> list[list[float]]:
-        """Return rewards of each prompt's completions; failures are counted, and the first is told in an event."""
+        """Return rewards of each prompt's completions. Failures are counted and reported in events."""
         jobs = [
             [asyncio.ensure_future(self._one(prompt, completion)) for completion in of_prompt]
             for prompt, of_prompt in zip(prompts, completions, strict=True)
@@ -96,13 +100,22 @@ class RewardPool:
             await asyncio.gather(*flat, return_exceptions=True)
         if failures := [outcome for outcome in outcomes if isinstance(outcome, RewardFailedError)]:
             self._recorder.counts[FAILURES] += len(failures)
-            policy = self._reward.data.on_reward_failure
-            self._recorder.event("reward_failed", num_failures=len(failures), policy=policy, why=str(failures[0]))
+            self._unreported += failures
+        if asyncio.get_running_loop().time() >= self._reported_s + _EVENT_S:
+            self._report()
         return [[self._value(job.result()) for job in of_prompt] for of_prompt in jobs]
 
     async def close(self) -> None:
+        self._report()
         for worker in self._workers:
             await worker.end()
+
+    def _report(self) -> None:
+        failures, self._unreported = self._unreported, []
+        if failures:
+            self._reported_s = asyncio.get_running_loop().time()
+            policy = self._reward.data.on_reward_failure
+            self._recorder.event("reward_failed", num_failures=len(failures), policy=policy, why=str(failures[0]))
 
     async def _one(self, prompt: Prompt, completion: str) -> float | RewardFailedError:
         worker = await self._idle.get()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,7 +24,37 @@ from paceline.types import Group, PacelineError, Tokenizer
 Row = Mapping[str, Any]
 Reward = Callable[[str, str, Row], float]
 Score = Callable[[Sequence[Group]], Coroutine[Any, Any, list[list[float]]]]
-"""Returns a reward for every rollout of every group."""
+"""Return a reward for every rollout of every group."""
+
+
+class Scoring:
+    """Rewards of finished groups, computed while others are still sampled. Use as an async context manager."""
+
+    def __init__(self, score: Score) -> None:
+        self._score = score
+        self._rewards: dict[int, asyncio.Task[list[float]]] = {}
+
+    async def __aenter__(self) -> Scoring:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._rewards.values():
+            task.cancel()
+        await asyncio.gather(*self._rewards.values(), return_exceptions=True)
+
+    def begin(self, position: int, group: Group, known: list[float] | None) -> None:
+        """Start scoring the group at this position of the prompts, unless its rewards are known."""
+        self._rewards[position] = asyncio.create_task(self._one(group, known))
+
+    async def take(self, positions: Collection[int]) -> list[list[float]]:
+        """Wait for the rewards of these groups, each of which can be taken once."""
+        rewards = await asyncio.gather(*(self._rewards[position] for position in positions))
+        for position in positions:
+            del self._rewards[position]
+        return rewards
+
+    async def _one(self, group: Group, known: list[float] | None) -> list[float]:
+        return (await self._score([group]))[0] if known is None else known
 
 
 @asynccontextmanager
@@ -46,7 +76,8 @@ async def open_scorer(reward: Reward | UserReward, tokenizer: Tokenizer, recorde
 
 
 def scorer(reward: Reward, tokenizer: Tokenizer) -> Score:
-    """Return what scores groups with a function that is trusted to answer, in a thread."""
+    """Return a function that scores groups in a thread, one call after the other."""
+    turn = asyncio.Lock()
 
     def score_all(groups: Sequence[Group]) -> list[list[float]]:
         return [
@@ -55,7 +86,8 @@ def scorer(reward: Reward, tokenizer: Tokenizer) -> Score:
         ]
 
     async def score(groups: Sequence[Group]) -> list[list[float]]:
-        return await asyncio.to_thread(score_all, groups)
+        async with turn:
+            return await asyncio.to_thread(score_all, groups)
 
     return score
 
