@@ -47,6 +47,7 @@ LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 OWNERS = {
     "vllm": ("rollout/", "lab/engines/"),
     "ray": ("cluster/",),
+    "jinja2": ("report/render.py",),
     "matplotlib": ("report/", "lab/bench/"),
     "trl": ("integrations/trl.py", "lab/hosts/"),
     "verl": ("integrations/verl.py",),
