@@ -1,1 +1,1 @@
-"""What works on this machine with this config, check by check: passed, failed with what to do next, or skipped."""
+"""Check that this machine can run a config: each check passes, fails with advice, or is skipped with a reason."""

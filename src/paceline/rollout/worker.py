@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 
 from paceline.rollout import receiver
-from paceline.rollout.internals import cuda_graphs, sampler_fix
+from paceline.rollout.internals import sampler_fix
 from paceline.rollout.internals.model_runner import proposer, runner_version, sampler
 from paceline.rollout.internals.processes import engine_core_pid, inside_vllm
 from paceline.weights.message import Push
@@ -51,10 +51,6 @@ class WorkerExtension:
             "scheduling": "asynchronous" if worker.scheduler_config.async_scheduling else "synchronous",
             "sound": version == "v2" or sampler_fix.sampler_is_sound(),
         }
-
-    def captured_graphs(self) -> list[tuple[int, int]]:
-        """Requests and tokens of the step that each captured CUDA graph is for."""
-        return cuda_graphs.captured_graphs(cast("Worker", self))
 
     def receive_push(self, push: Mapping[str, Any]) -> dict[str, Any]:
         """Check a `Push` and load it; answers with a `PushReport`, both as plain dicts."""
