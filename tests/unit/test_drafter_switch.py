@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from memory_store import MemoryStore, SimulatedTrainer
 from paceline.config import load_config
 from paceline.drafters.kinds import draft_costs
 from paceline.drafters.switch import SwitchMonitor, best_rate, decide_switch
@@ -21,7 +22,6 @@ from paceline.orchestrator.drafter_training import OnlineDrafterTraining
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.recovery import Recovery
-from paceline.plan.idle_training import MemoryStore, SimulatedTrainer
 from paceline.plan.simulate import (
     SimulatedEngine,
     SimulatedLearner,

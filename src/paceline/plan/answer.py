@@ -1,4 +1,4 @@
-"""`paceline plan`: what speculation, drafter training, FP8 and asynchrony gain for a model, a cluster and a batch.
+"""`paceline plan`: the gain of speculation, drafter training, FP8 and asynchrony for a model, a cluster and a batch.
 
 question ──▶ divide the GPUs ──▶ simulate plain, each lever alone, all together ──▶ answer: table, limits, range, config
 """
@@ -13,7 +13,6 @@ from paceline.context import Context
 from paceline.measure import Result, environment
 from paceline.plan.engine_model import EngineModel, StepModel
 from paceline.plan.hardware import Precision
-from paceline.plan.idle_training import idle_training, leased_share
 from paceline.plan.published import HELDOUT_P90
 from paceline.plan.question import (
     AT,
@@ -25,8 +24,8 @@ from paceline.plan.question import (
 )
 from paceline.plan.run_model import STAGES, Times, simulate
 
-MOST_LEASED = 256
-"""Most engines whose leases are simulated; the cost of that grows with the square of their number."""
+ROUND_TOKENS = 1_000_000
+"""Tokens of one drafter training round for a policy with billions of parameters."""
 LEVERS = ("plain", "speculation", "idle-worker drafting", "FP8", "asynchrony", "together")
 
 
@@ -40,12 +39,12 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a plan has found."""
+    """Result of a plan."""
 
     question: Question
     arms: Mapping[str, Arm]
     sensitivity: Mapping[str, float]
-    """Speed-up of speculation if one thing were otherwise."""
+    """Speed-up of speculation with one input changed."""
     limits: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -56,37 +55,23 @@ class Answer:
         return self.arms["plain"].times.generation_s / self.arms[lever].times.generation_s
 
     def range_of(self, speedup: float) -> tuple[float, float]:
-        """Nine of ten held-out published cells were nearer than this."""
+        """Return the range that held nine of ten held-out published cells."""
         return speedup / (1 + HELDOUT_P90), speedup * (1 + HELDOUT_P90)
 
 
-def simulate_arm(question: Question, lever: str, *, leases: bool = True) -> Arm:
-    """Without leases, and in a fleet too large to simulate them, the drafter is as good as a trained one from the
-    start."""
+def simulate_arm(question: Question, lever: str) -> Arm:
+    """Simulate one lever. Training is not simulated: its arm has the trained drafter from the start."""
     together = lever == "together"
     precision: Precision = "fp8" if lever == "FP8" or (together and question.has_fp8) else "bf16"
     max_age = question.max_age if together or lever == "asynchrony" else 0
-    speculates = together or lever in ("speculation", "idle-worker drafting")
     layout = best_layout(question, gain=0.6 * question.accepted_length if together else 1.0, max_age=max_age)
-    trains = question.has_training and (together or lever == "idle-worker drafting")
-    leased = trains and leases and layout.num_engines <= MOST_LEASED
-    length = question.trained_length if trains and not leased else question.accepted_length
-    arm = scenario(question, layout, alpha=length if speculates else None, precision=precision, max_age=max_age)
-    if not leased:
-        return Arm(layout=layout, times=simulate(arm))
-    trained = engine_model(question, layout.tensor_parallel, alpha=question.trained_length, precision=precision)
-    rate = question.gpu.flops("bf16") * question.constants.learner_efficiency * layout.tensor_parallel
-    training = idle_training(
-        trained=trained,
-        accepted_length=(question.accepted_length, question.trained_length),
-        tokens_per_s=rate / (6 * draft_params(arm.model)),
-    )
-    # Trained in the first step, judged in the second, published after it.
-    return Arm(layout=layout, times=simulate(replace(arm, warmup=2), training=training))
-
-
-def draft_params(model: StepModel) -> float:
-    return max(model.draft_params, 1e8) if isinstance(model, EngineModel) else 1e8
+    alpha = None
+    if lever == "idle-worker drafting" or (together and question.has_training):
+        alpha = question.trained_length
+    elif together or lever == "speculation":
+        alpha = question.accepted_length
+    asked = scenario(question, layout, alpha=alpha, precision=precision, max_age=max_age)
+    return Arm(layout=layout, times=simulate(asked))
 
 
 def levers(question: Question) -> list[str]:
@@ -100,13 +85,12 @@ def answer(question: Question, *, context: Context, sensitive: bool = True) -> A
     for lever in levers(question):
         arms[lever] = simulate_arm(question, lever)
         context.progress(f"{lever}: {arms[lever].times.step_s:.1f} s a step")
-    plain = arms["plain"]
     sensitivity = _sensitivity(question, arms, context) if sensitive else {}
     return Answer(
         question=question,
         arms=arms,
         sensitivity=sensitivity,
-        limits=_limits(question, plain),
+        limits=_limits(question, arms),
         warnings=_warnings(question, arms),
     )
 
@@ -129,7 +113,8 @@ def _sensitivity(question: Question, arms: Mapping[str, Arm], context: Context) 
     return found
 
 
-def _limits(question: Question, plain: Arm) -> tuple[str, ...]:
+def _limits(question: Question, arms: Mapping[str, Arm]) -> tuple[str, ...]:
+    plain = arms["plain"]
     times = plain.times
     share = times.generation_s / times.step_s
     lines = [
@@ -138,6 +123,11 @@ def _limits(question: Question, plain: Arm) -> tuple[str, ...]:
         f"engines are idle {times.idle_share:.0%} of the time, waiting for the longest responses, the learner and "
         "the sync",
     ]
+    if question.has_training:
+        tokens = _trainable_tokens(question, arms["idle-worker drafting"])
+        lines.append(
+            f"idle engines can train a drafter on {tokens:,.0f} tokens a step; a training round takes {ROUND_TOKENS:,}"
+        )
     for costs in (question.costs, question.fp8_costs):
         if costs is not None:
             lines.append(
@@ -161,8 +151,18 @@ def _limits(question: Question, plain: Arm) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def _trainable_tokens(question: Question, arm: Arm) -> float:
+    """Return the tokens that a drafter could be trained on in the idle time of one step."""
+    size = arm.layout.tensor_parallel
+    model = engine_model(question, size, alpha=question.trained_length)
+    assert isinstance(model, EngineModel), "drafter training is planned by roofline only"
+    flops = question.gpu.flops("bf16") * question.constants.learner_efficiency * size
+    idle_s = arm.times.idle_share * arm.times.step_s * arm.layout.num_engines
+    return idle_s * flops / (6 * model.draft_params)
+
+
 def step_gain(model: StepModel, batch: int, context: float) -> tuple[int, float]:
-    """The best draft length for a batch that stays as it is, and its speed-up."""
+    """Return the best draft length for a constant batch, and its speed-up."""
     plain_s = model.step_s(batch, 0, context)
     gains = {k: draft.alpha * plain_s / model.step_s(batch, k, context) for k, draft in model.options.items()}
     best = max(gains, key=gains.__getitem__)
@@ -199,12 +199,14 @@ def _warnings(question: Question, arms: Mapping[str, Arm]) -> tuple[str, ...]:
         and plain.times.generation_s > 0.9 * plain.times.step_s
         and plain.times.idle_share > 0.5
     ):
-        lines.append("a few long responses hold everybody up: more GPUs will not help, asynchrony and speculation will")
+        lines.append(
+            "a few long responses delay the whole step: more GPUs will not help, asynchrony and speculation will"
+        )
     return tuple(lines)
 
 
 def result(found: Answer, *, details: Mapping[str, Any] | None = None) -> Result:
-    """The answer in the contract of every measurement; the spread is the range of nine in ten held-out cells."""
+    """Return the answer as a `Result`; the spread is the range of nine in ten held-out cells."""
     figures: dict[str, float] = {}
     spread: dict[str, float] = {}
     for lever, arm in found.arms.items():
@@ -242,14 +244,13 @@ def result(found: Answer, *, details: Mapping[str, Any] | None = None) -> Result
             "limits": found.limits,
             "warnings": found.warnings,
             "constants": asdict(question.constants),
-            "idle_time_lent": leased_share(found.arms["together"].times.drafting),
             **(details or {}),
         },
     )
 
 
 def text(found: Answer) -> str:
-    """The answer as a person reads it."""
+    """Format the answer for a terminal."""
     question = found.question
     lines = [
         f"{question.shape.name} on {question.num_gpus} {question.gpu.name}: {question.num_rollouts} rollouts a step, "

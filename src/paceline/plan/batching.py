@@ -1,9 +1,8 @@
-"""A simulated engine that batches continuously: a queue, a KV cache that fills, and the real selector.
+"""A simulated engine with continuous batching: a queue, a KV cache that fills, and the real selector.
 
-Between two events (a request ends or comes, the KV cache is full, contexts have grown by an eighth) the batch does
-not change, so the time of all steps in between is one product. The selector is asked and told once in such a span,
-and step by step while it probes; its own counters run slower than in an engine by that much. Every request emits the
-mean accepted length in every step.
+The batch is constant between two events: a request arrives or ends, the KV cache is full, or contexts have grown by an
+eighth. All steps in between form one span with one timer. The selector chooses once per span, or per step while it
+probes, so its step counters run slower than in a real engine. Every request emits the mean accepted length per step.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from paceline.selector.select import Selector
 from paceline.types import DraftBin, Rollout, RolloutRequest
 
 _GROWTH = 1 / 8
-"""Growth of the mean context that ends a span."""
+"""Relative growth of the mean context that ends a span."""
 
 
 @dataclass(slots=True)
@@ -30,13 +29,13 @@ class _Job:
     request: RolloutRequest
     length: int
     done: float = 0.0
-    """Tokens generated before the request was preempted."""
+    """Tokens generated before preemption."""
     started_s: float | None = None
     version: int = 0
     joined_at: float = 0.0
-    """The engine's token clock when it joined the batch."""
+    """Token clock of the engine on admission."""
     drafted_at: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """The engine's counts of verifications, drafted and accepted tokens then."""
+    """Verifications, drafted and accepted tokens of the engine on admission."""
 
     @property
     def context(self) -> float:
@@ -54,25 +53,24 @@ class _DecodeSpan:
 
 @dataclass(slots=True, kw_only=True)
 class BatchingEngine:
-    """`paceline.types.Engine`, simulated."""
+    """Simulated `paceline.types.Engine`."""
 
     name: str
     model: StepModel
     selector: Selector
     length_of: Callable[[RolloutRequest], int]
     max_num_seqs: int
-    wake_s: float = 0.0
     policy_version: int = 0
     num_preempted: int = 0
     busy_s: float = 0.0
     num_steps: float = 0.0
     _waiting: deque[_Job] = field(default_factory=deque)
     _running: list[tuple[float, int, _Job]] = field(default_factory=list)
-    """A heap by the token clock at which each ends."""
+    """Heap ordered by the token clock of each end."""
     _clock: float = 0.0
-    """Tokens that a request which was there all the time would have emitted."""
+    """Tokens emitted so far by a request that has run since the start."""
     _context_base: float = 0.0
-    """Sum over running requests of context minus token clock when they joined."""
+    """Sum over running requests of context minus token clock on admission."""
     _counts: tuple[float, float, float] = (0.0, 0.0, 0.0)
     _order: int = 0
     _prefill: float = 0.0
@@ -116,7 +114,7 @@ class BatchingEngine:
         return
 
     async def wake(self) -> None:
-        await asyncio.sleep(self.wake_s)
+        return
 
     async def metrics(self) -> Mapping[str, float]:
         return {"engine/running_requests": len(self._running), "engine/waiting_requests": len(self._waiting)}
@@ -127,18 +125,12 @@ class BatchingEngine:
     async def close(self) -> None:
         self._stop()
 
-    def use(self, model: StepModel) -> None:
-        """Time steps by this model from now on, for example because a drafter was published."""
-        self._stop()
-        self.model = model
-        self._restart()
-
     @property
     def _context_tokens(self) -> float:
         return self._context_base + len(self._running) * self._clock
 
     def _stop(self) -> None:
-        """End the span here and count what was done in it."""
+        """End the span and count its steps."""
         span, self._span = self._span, None
         if span is None:
             return
@@ -176,7 +168,7 @@ class BatchingEngine:
         steps = 1 if probing else max(ceil(tokens / draft.alpha - 1e-9), 1)
         self._last_k = self._last_k if probing else k
         step_s = self.model.step_s(batch, k, mean + 0.5 * steps * draft.alpha)
-        self._tell(batch, int(context), k, step_s)
+        self._report(batch, int(context), k, step_s)
         prefill_s = self.model.prefill_s(self._prefill) if self._prefill else 0.0
         self._prefill = 0.0
         loop = asyncio.get_running_loop()
@@ -184,8 +176,8 @@ class BatchingEngine:
         handle = loop.call_later(seconds, self._restart)
         self._span = _DecodeSpan(loop.time(), seconds, steps * draft.alpha, k, handle)
 
-    def _tell(self, batch: int, context: int, k: int, seconds: float) -> None:
-        """The selector counts in whole tokens: what is left over is carried to the next step."""
+    def _report(self, batch: int, context: int, k: int, seconds: float) -> None:
+        """Report a step in whole tokens; carry the remainder to the next step."""
         options = self.model.options
         self._carry += [0.0] * (k - len(self._carry))
         accepted = []
@@ -225,7 +217,7 @@ class BatchingEngine:
             heapq.heappush(self._running, (self._clock + job.length - job.done, self._order, job))
 
     def _preempt(self) -> None:
-        """While the KV cache overflows, take requests out that came last; they are computed again later."""
+        """Preempt the newest requests until the KV cache fits; their context is recomputed later."""
         while len(self._running) > 1 and self._context_tokens > self.model.capacity_tokens:
             entry = max(self._running, key=lambda entry: entry[1])
             self._running.remove(entry)

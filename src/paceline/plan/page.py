@@ -51,7 +51,7 @@ def sweep(question: Question, *, context: Context) -> Sweep:
     for number in SWEEP:
         asked = replace(question, num_gpus=number, learner_gpus=None)
         try:
-            found = {lever: simulate_arm(asked, lever, leases=False).times.step_s for lever in _SWEPT}
+            found = {lever: simulate_arm(asked, lever).times.step_s for lever in _SWEPT}
         except ValueError:
             continue  # too few for this model
         gpus.append(number)

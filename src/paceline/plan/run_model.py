@@ -1,14 +1,14 @@
-"""A whole run, simulated: the real loop, with batching engines, a learner and a weight wire that only take time.
+"""Simulate a run: the real loop with batching engines, a learner and a weight wire that only take time.
 
-scenario ──▶ train (orchestrator/loop.py) with fleet, ledger, selectors, leases, drafter training ──▶ times by stage
+scenario ──▶ train (orchestrator/loop.py) with fleet, ledger and selectors ──▶ times by stage
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -16,7 +16,7 @@ from paceline.config import Config, FixedSelector, SelectorConfig, load_config
 from paceline.metrics import Recorder
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
-from paceline.orchestrator.online_drafter import Off, OnlineDrafter
+from paceline.orchestrator.online_drafter import Off
 from paceline.plan.batching import BatchingEngine
 from paceline.plan.engine_model import StepModel, cost_file
 from paceline.plan.lengths import Lengths
@@ -31,7 +31,7 @@ STAGES = ("generation", "prepare", "logprob", "train", "sync")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What a run is made of, as far as time goes."""
+    """Everything that the duration of a run depends on."""
 
     model: StepModel
     num_engines: int
@@ -41,14 +41,14 @@ class Scenario:
     prompt_tokens: int = 256
     max_num_seqs: int = 256
     selector: SelectorConfig | None = None
-    """None does not speculate."""
+    """If None, the run does not speculate."""
     max_age: int = 0
     learner_s_per_token: float = 0.0
-    """Seconds of the update for each token; log-probabilities take a third of it on top."""
+    """Seconds of the update per token; scoring takes a third of it on top."""
     sync_s: float = 0.0
     steps: int = 1
     warmup: int = 0
-    """Steps before those that count."""
+    """Steps that are not counted."""
 
     @property
     def num_rollouts(self) -> int:
@@ -63,14 +63,12 @@ class Times:
     stages_s: Mapping[str, float]
     tokens: float
     accepted_length: float
-    """1 where nothing was drafted."""
+    """1 without drafts."""
     idle_share: float
-    """Share of the engines' time in which they had nothing to do."""
+    """Share of the engines' time without requests."""
     num_preempted: int
     engine_step_s: float
-    """Mean over all steps of all engines."""
-    events: Sequence[Mapping[str, Any]] = ()
-    drafting: Mapping[str, float] = field(default_factory=dict)
+    """Mean duration of an engine step."""
 
     @property
     def generation_s(self) -> float:
@@ -78,17 +76,14 @@ class Times:
 
 
 class _Steps:
-    """A sink that keeps the steps and events of a simulated run."""
+    """Sink that keeps the metrics of each step."""
 
     def __init__(self) -> None:
         self.steps: list[Mapping[str, float]] = []
-        self.events: list[Mapping[str, Any]] = []
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
         if kind == "step":
             self.steps.append(record["metrics"])
-        elif kind == "event":
-            self.events.append(dict(record))
 
     def close(self) -> None:
         return
@@ -96,7 +91,7 @@ class _Steps:
 
 @dataclass(slots=True, kw_only=True)
 class PausingSender:
-    """Every engine stops for the time of a push, in the middle of its rollouts in asynchronous training."""
+    """Pauses every engine for the duration of a push, between rollouts or in the middle of them."""
 
     engines: Sequence[BatchingEngine]
     seconds: float
@@ -114,12 +109,8 @@ class PausingSender:
         ]
 
 
-StartTraining = Callable[[Members, Sequence[BatchingEngine]], OnlineDrafter]
-"""Makes the drafter training of a simulated run: see idle_training.py."""
-
-
-def simulate(scenario: Scenario, *, training: StartTraining = lambda members, engines: Off()) -> Times:
-    """Run the loop. The steps that fill the pipeline of an asynchronous run are not counted."""
+def simulate(scenario: Scenario) -> Times:
+    """Run the loop in virtual time. Steps that fill the pipeline of an asynchronous run are not counted."""
     config = _config(scenario)
     sink = _Steps()
     engines: list[BatchingEngine] = []
@@ -136,15 +127,14 @@ def simulate(scenario: Scenario, *, training: StartTraining = lambda members, en
             )
             for index, selector in zip(range(scenario.num_engines), _selectors(scenario), strict=False)
         )
-        members = Members(engines)
         parts = Parts(
-            members=members,
+            members=Members(engines),
             learner=SimulatedLearner(seconds_per_token=scenario.learner_s_per_token),
             sender=PausingSender(engines=engines, seconds=scenario.sync_s),
             prompts=simulated_prompts(scenario.prompt_tokens),
             heldout=[],
             score=score_by_parity,
-            drafter=training(members, engines),
+            drafter=Off(),
         )
         await train(parts, config, Recorder(sink))
 
@@ -170,8 +160,7 @@ def _config(scenario: Scenario) -> Config:
 
 
 def _selectors(scenario: Scenario) -> Iterator[Selector]:
-    """Yield a real selector for every engine. A measured selector begins with what it learns from the cost file that
-    `bench costs` would have written on this engine; it is learnt once, because it is the same for all."""
+    """Yield a selector per engine. Measured selectors share one prior: the cost file that this engine would give."""
     longest = max(scenario.model.options)
     config = scenario.selector or FixedSelector(draft_length=0)
     if config.kind == "measured" and config.costs is None:
@@ -199,6 +188,4 @@ def _times(scenario: Scenario, sink: _Steps, engines: Sequence[BatchingEngine], 
         idle_share=1 - sum(engine.busy_s for engine in engines) / (seconds * len(engines)),
         num_preempted=sum(engine.num_preempted for engine in engines),
         engine_step_s=sum(engine.busy_s for engine in engines) / max(sum(engine.num_steps for engine in engines), 1.0),
-        events=sink.events,
-        drafting={key: mean(key) for key in counted[-1] if key.startswith("draft/")},
     )

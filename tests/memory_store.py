@@ -1,33 +1,19 @@
-"""Drafter training on idle engines, simulated: the real leases and rounds, with trainers that only take time.
-
-A trainer trains so many tokens a second while its slot is leased. Once a round of tokens is full it is judged better,
-published, and the engines draft as well as the trained drafter does. How much better that is, is an input: learning
-is not simulated.
-"""
+"""Drafter store and trainer of a simulated run: training takes time and yields a given accepted length."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.config import DrafterTrainingConfig, LeaseConfig
 from paceline.drafters.drift import Verdict
 from paceline.drafters.provenance import Provenance
-from paceline.orchestrator.drafter_training import OnlineDrafterTraining
-from paceline.orchestrator.members import Members
-from paceline.plan.batching import BatchingEngine
-from paceline.plan.engine_model import StepModel
-from paceline.types import Receipt
-
-ROUND_TOKENS = 1_000_000
-"""Tokens trained on before a drafter of a policy with billions of parameters is judged."""
 
 
 @dataclass(slots=True)
 class MemoryStore:
-    """DrafterStore without weights: only the numbers that the run asks for."""
+    """DrafterStore without weights, with the numbers that a run reads."""
 
     accepted_length: Callable[[int], float]
     """Accepted length of each base on the held-out slice."""
@@ -39,13 +25,13 @@ class MemoryStore:
     _verdicts: dict[int, Verdict] = field(default_factory=dict)
 
     def judge(self) -> None:
-        """What a trainer does first: compare a new base with the published one."""
+        """Compare a new base with the published one, as a trainer does first."""
         if self._round != self._published and self._round not in self._verdicts:
             before, after = self.accepted_length(self._published), self.accepted_length(self._round)
             self._verdicts[self._round] = Verdict(publish=after > before, why="", before=before, after=after)
 
     def train(self, seconds: float, num_tokens: int) -> None:
-        """What a trainer has done in one lease."""
+        """Count the work of one lease."""
         self._training_s += seconds
         self._tokens_trained += num_tokens
         self._fresh_tokens += num_tokens
@@ -113,7 +99,7 @@ class MemoryStore:
 
 @dataclass(slots=True)
 class SimulatedTrainer:
-    """Tells the store what it has trained when it is recalled."""
+    """Counts its work in the store when it is recalled."""
 
     store: MemoryStore
     tokens_per_s: float
@@ -141,46 +127,3 @@ class SimulatedTrainer:
     async def ended(self) -> str:
         await self.end.wait()
         return "ended by the simulation"
-
-
-@dataclass(slots=True)
-class _DrafterWire:
-    """The engines draft as the trained drafter does from the first publication on."""
-
-    engines: Sequence[BatchingEngine]
-    trained: StepModel
-
-    async def send_drafter(self, number: int) -> Sequence[Receipt]:
-        for engine in self.engines:
-            engine.use(self.trained)
-        return [
-            Receipt(engine=engine.name, version=number, num_tensors=1, num_bytes=1, seconds=0.0)
-            for engine in self.engines
-        ]
-
-    async def stop_speculation(self) -> None:
-        raise AssertionError("a simulated drafter is never lost")
-
-
-def idle_training(
-    *, trained: StepModel, accepted_length: tuple[float, float], tokens_per_s: float
-) -> Callable[[Members, Sequence[BatchingEngine]], OnlineDrafterTraining]:
-    """Drafter training for `run_model.simulate`. `accepted_length` is that of the drafter before and after training.
-    The learner has GPUs of its own, so every engine's slot may be leased while it works."""
-    before, after = accepted_length
-
-    def start(members: Members, engines: Sequence[BatchingEngine]) -> OnlineDrafterTraining:
-        store = MemoryStore(lambda number: after if number else before)
-        lease = LeaseConfig(lease_s=600)
-        config = DrafterTrainingConfig(mode="idle", when="always", round_tokens=ROUND_TOKENS, lease=lease)
-        trainers = [SimulatedTrainer(store, tokens_per_s) for _ in engines]
-        sender = _DrafterWire(engines, trained)
-        return OnlineDrafterTraining(members, trainers, sender, store, config, apart=members.names)
-
-    return start
-
-
-def leased_share(drafting: Mapping[str, float]) -> float:
-    """Share of the engines' idle time that was leased."""
-    leasable_s = drafting.get("draft/leasable_s")
-    return drafting.get("draft/leased_s", 0.0) / leasable_s if leasable_s else 0.0
