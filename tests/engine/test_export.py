@@ -147,7 +147,8 @@ def test_stock_vllm_serves_it_as_the_card_says_and_accepts_as_much(
         rollout.num_verifications for rollout in rollouts
     )
 
-    command = re.search(r"vllm serve POLICY --speculative-config '(.*)'", (exported / CARD_FILE).read_text())
+    card = (exported / CARD_FILE).read_text()
+    command = re.search(r"vllm serve POLICY --host 127.0.0.1 --speculative-config '(.*)'", card)
     assert command, "the card does not say how to serve it"
     order = {
         "policy": str(policy_path),

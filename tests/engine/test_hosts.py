@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from random_policy import make_mtp_policy
+
 HOST = Path(__file__).with_name("plain_host.py")
 NGRAM = """
 [speculation]
@@ -57,6 +59,16 @@ def test_variable_alone_gives_drafter_and_scheduler(text: str, method: str, poli
         assert sum(value for key, value in answer["counters"].items() if key.startswith("selector/steps_at_k")) < 60
     (line,) = lines
     assert "fills in speculative_config, scheduler_cls, additional_config: drafter" in line
+
+
+def test_automatic_setting_enables_mtp_heads_and_nothing_else(policy_path: Path, tmp_path: Path) -> None:
+    answer, (line,) = run(make_mtp_policy(tmp_path / "heads", step=5), "auto")
+    assert answer["speculation"] == ["mtp", 3] and answer["scheduler"] == "AdaptiveScheduler"
+    assert answer["counters"]["selector/failures"] == 0
+    assert "fills in speculative_config, scheduler_cls, additional_config: drafter vllm, up to 3 tokens" in line
+    answer, (line,) = run(policy_path, "auto")
+    assert answer["speculation"] is None and answer["scheduler"] == "Scheduler"
+    assert "INFO" in line and "fills in nothing: the policy's checkpoint has no MTP heads" in line
 
 
 def test_arguments_of_the_host_stay(policy_path: Path, tmp_path: Path) -> None:

@@ -75,6 +75,14 @@ def test_fp8_weights_are_refused_on_a_cpu_without_amx(policy_path: Path, monkeyp
     engine_args(policy_path, EngineConfig(), 0)
 
 
+@pytest.mark.parametrize("precision", [{"weights": "fp8"}, {"kv_cache": "fp8"}])
+def test_fp8_is_refused_on_a_gpu(precision: dict[str, str], policy_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands without a cluster, such as certify, start engines too."""
+    monkeypatch.setattr(arguments, "on_cpu", lambda: False)
+    with pytest.raises(ValueError, match=rf"rollout\.engine\.{next(iter(precision))}: got 'fp8' on a GPU"):
+        engine_args(policy_path, EngineConfig.model_validate(precision), 0)
+
+
 def test_scheduler_and_proposer_get_their_settings_either_way(tmp_path: Path) -> None:
     """`vllm serve --additional-config` gives a dict, which other plugins use too."""
     settings = {"selector": {"kind": "fixed", "draft_length": 2}}

@@ -58,7 +58,7 @@ def test_call_and_answer_go_through_json(server: Any) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((404, "Not Found"), "VLLM_SERVER_DEV_MODE=1, or with --middleware"),
+        ((404, "Not Found"), "start the server with --middleware"),
         ((500, "Call to collective_rpc method failed: Method 'x' is not implemented."), "PACELINE="),
         ((500, "Worker failed: 'CPUWorker' object has no attribute 'paceline_counters'"), "PACELINE="),
         ((200, "<html>"), "as no server of vLLM does"),

@@ -68,7 +68,7 @@ def test_the_card_states_acceptance_data_provenance_and_how_to_serve(tmp_path: P
         assert fact in text
     assert "| RL steps followed | 40:" in text
     served = '{"method": "dflash", "model": "DRAFTER", "num_speculative_tokens": 7}'
-    assert f"vllm serve POLICY --speculative-config '{served}'" in text
+    assert f"vllm serve POLICY --host 127.0.0.1 --speculative-config '{served}'" in text
     assert read_provenance(tmp_path / "out") == PROVENANCE
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from paceline import assets, cli
 from paceline.rollout.hosts import fill, given
-from paceline.rollout.speculation import KEEP_LAST_BLOCK, SCHEDULER, why_fixed
+from paceline.rollout.speculation import KEEP_LAST_BLOCK, SCHEDULER, num_mtp_heads, why_fixed
+from random_policy import make_mtp_policy, make_policy
 
 
 @dataclass
@@ -64,10 +65,62 @@ def test_unset_arguments_are_filled_in(ngram: str) -> None:
     assert json.dumps(filling.arguments), "vLLM hashes its additional_config as JSON"
 
 
-def test_automatic_setting_needs_no_file() -> None:
-    filling = fill(given(Arguments()), "auto")
-    assert filling.arguments["speculative_config"]["method"] == "ngram"
+@pytest.fixture
+def heads(tmp_path: Path) -> Path:
+    """A policy whose checkpoint has one MTP layer."""
+    return make_mtp_policy(tmp_path / "heads", step=5)
+
+
+def rewritten(policy: Path, **config: Any) -> Path:
+    """The policy with other values in its config.json."""
+    file = policy / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return policy
+
+
+def test_automatic_setting_enables_mtp_heads(heads: Path) -> None:
+    filling = fill({"model": str(heads)}, "auto")
+    speculative = filling.arguments["speculative_config"]
+    assert (speculative["method"], speculative["num_speculative_tokens"]) == ("mtp", 3)
+    assert "model" not in speculative, "vLLM takes the heads from the policy's own checkpoint"
+    assert filling.arguments["scheduler_cls"] == SCHEDULER
     assert filling.line("auto").startswith("PACELINE=auto fills in ") and "\n" not in filling.line("auto")
+
+
+@pytest.mark.parametrize(("layers", "longest"), [(1, 3), (2, 2), (3, 3), (4, 3)])
+def test_automatic_draft_length_is_one_that_vllm_takes(layers: int, longest: int, heads: Path) -> None:
+    """vLLM refuses a length beyond the number of MTP layers that is not its multiple."""
+    rewritten(heads, num_nextn_predict_layers=layers)
+    filling = fill({"model": str(heads)}, "auto")
+    assert filling.arguments["speculative_config"]["num_speculative_tokens"] == longest
+
+
+def test_automatic_setting_changes_nothing_without_mtp_heads(heads: Path) -> None:
+    """N-grams, which need no heads, often cost more than they gain."""
+    lost = rewritten(make_policy(heads.parent / "lost"), num_nextn_predict_layers=1)  # as after fine-tuning
+    for policy in (Path(POLICY["model"]), lost, rewritten(heads, num_nextn_predict_layers=0)):
+        filling = fill({"model": str(policy)}, "auto")
+        assert filling.arguments == {} and not filling.refused
+        assert filling.line("auto") == "PACELINE=auto fills in nothing: the policy's checkpoint has no MTP heads"
+
+
+def test_mtp_heads_are_found_where_checkpoints_keep_them(heads: Path) -> None:
+    """DeepSeek's and GLM's are the layer after the last; a multimodal policy's numbers are in its text_config."""
+    (heads / "model.safetensors").unlink()
+    index = heads / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.layers.2.enorm.weight": "model-1.safetensors"}}))
+    assert num_mtp_heads(heads) == 1
+    (heads / "config.json").write_text(
+        json.dumps({"text_config": {"num_hidden_layers": 2, "mtp_num_hidden_layers": 2}})
+    )
+    assert num_mtp_heads(heads) == 2
+    index.write_text(json.dumps({"weight_map": {"model.layers.1.mlp.weight": "model-1.safetensors"}}))
+    assert num_mtp_heads(heads) == 0
+
+
+def test_automatic_setting_leaves_a_host_that_speculates_alone(heads: Path) -> None:
+    filling = fill({"model": str(heads), "spec_method": "ngram"}, "auto")
+    assert filling.arguments == {} and not filling.refused and "own speculation stays" in filling.line("auto")
 
 
 def test_nothing_that_the_host_set_is_overwritten(ngram: str) -> None:
@@ -125,13 +178,16 @@ def test_drafter_is_loaded_where_the_policy_is_a_dummy(eagle: str, ngram: str) -
     assert "draft_load_config" not in fill(dummy, ngram).arguments["speculative_config"]
 
 
-def test_drafter_that_would_be_a_dummy_is_left_out(eagle: str, ngram: str) -> None:
+def test_drafter_that_would_be_a_dummy_is_left_out(eagle: str, ngram: str, heads: Path) -> None:
     """The V2 runner of vLLM 0.24 to 0.29 loads drafters as it loads the policy: it would be drafted at random."""
     dummy = POLICY | {"load_format": "dummy"}
     filling = fill(dummy, eagle, drafter_loads_apart=False)
     assert filling.arguments == {} and filling.refused and "VLLM_USE_V2_MODEL_RUNNER=0" in filling.line(eagle)
     assert not fill(POLICY, eagle, drafter_loads_apart=False).refused
     assert not fill(dummy, ngram, drafter_loads_apart=False).refused
+    mtp = {"model": str(heads), "load_format": "dummy"}
+    assert fill(mtp, "auto", drafter_loads_apart=False).refused
+    assert fill(mtp, "auto").arguments["speculative_config"]["draft_load_config"] == {"load_format": "auto"}
 
 
 def test_last_block_of_a_cached_prompt_is_asked_for_where_vllm_can_keep_it(eagle: str, ngram: str) -> None:
@@ -230,14 +286,14 @@ ALONE: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("host", "alike"), [*((host, True) for host in LOCKSTEP), *((host, False) for host in ALONE)], ids=str
 )
-def test_ranks_that_step_together_draft_alike(host: dict[str, Any], alike: bool, ngram: str) -> None:
+def test_ranks_that_step_together_draft_alike(host: dict[str, Any], alike: bool, ngram: str, heads: Path) -> None:
     """Ranks that choose for themselves wait for each other for ever; and the table, which only names lengths for
     graphs, would be taken literally."""
     filling = fill(host, ngram)
     assert not filling.refused
     assert ("num_speculative_tokens_per_batch_size" not in filling.arguments["speculative_config"]) == alike
     assert ("left to vLLM" in filling.line(ngram)) == alike
-    assert fill(host, "auto").refused == alike, "without a choice of the length, n-grams may cost more than they gain"
+    assert fill({**host, "model": str(heads)}, "auto").refused == alike, "a fixed length may cost more than it gains"
 
 
 def test_who_has_one_scheduler_may_choose() -> None:

@@ -65,6 +65,29 @@ def test_one_node_of_eight_is_filled() -> None:
     assert layout.training_hosts == {0, 1, 2}
 
 
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        (["rollout.engine.weights=fp8"], r"rollout\.engine\.weights: got 'fp8' on a GPU; must be 'full' .*UE8M0"),
+        (
+            ["rollout.engine.kv_cache=fp8"],
+            r"rollout\.engine\.kv_cache: got 'fp8' on a GPU; must be 'full' .*FlashInfer",
+        ),
+        (
+            ["speculation.drafter={kind='eagle3',path='drafter'}", "speculation.training.mode=idle"],
+            r"speculation\.training\.mode: got 'idle' on GPUs; must be 'off' .*paceline draft train",
+        ),
+    ],
+)
+def test_fp8_and_drafter_training_are_refused_on_gpus_and_not_on_cpus(setting: list[str], reason: str) -> None:
+    """Every engine would be lost: at the first push, or when it wakes beside its trainer."""
+    wanted = config(2, 1, 1, *setting)
+    with pytest.raises(ValueError, match=reason):
+        plan(gpu_nodes(8), wanted)
+    assert plan(gpu_nodes(0), wanted).device == "cpu"
+    assert plan(gpu_nodes(8), config(2, 1, 1, *setting, "cluster.device=cpu")).device == "cpu"
+
+
 def test_head_without_gpus_places_everything_on_gpu_nodes() -> None:
     """A decision by the driver's own torch would put the whole run on the CPUs of the head."""
     nodes = [HEAD, *gpu_nodes(*[8] * 16)]

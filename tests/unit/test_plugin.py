@@ -260,9 +260,13 @@ class HostArguments:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_variable_is_followed_and_said_once(lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_is_followed_and_said_once(
+    lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """On a CPU whose sampler was not mended, speculation would sample from a wrong distribution."""
-    monkeypatch.setenv("PACELINE", "auto")
+    file = tmp_path / "speculation.toml"
+    file.write_text('[speculation.drafter]\nkind = "ngram"\n')
+    monkeypatch.setenv("PACELINE", str(file))
     monkeypatch.setattr(platform, "on_cpu", lambda: True)
     monkeypatch.setattr(drafter_model, "loads_apart", lambda: True)
     monkeypatch.setattr(sampler_fix, "needs_mending", lambda: False)
@@ -271,7 +275,7 @@ def test_variable_is_followed_and_said_once(lines: list[logging.LogRecord], monk
     monkeypatch.setattr(sampler_fix, "needs_mending", lambda: True)
     assert plugin._fill(HostArguments()) == {}
     assert [record.levelno for record in lines] == [logging.INFO, logging.WARNING]
-    assert "PACELINE=auto fills in speculative_config, scheduler_cls, additional_config" in lines[0].getMessage()
+    assert f"PACELINE={file} fills in speculative_config, scheduler_cls, additional_config" in lines[0].getMessage()
 
 
 @pytest.mark.parametrize(("version", "known"), [("0.29.1", False), ("0.30.0", True)])

@@ -192,7 +192,7 @@ def test_server_that_does_not_answer_is_waited_for(
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [
-        ("no dev mode", "VLLM_SERVER_DEV_MODE=1"),
+        ("no dev mode", "paceline.rollout.endpoint.CallsEndpoint"),
         ("another scheduler", "PACELINE=speculation.toml"),
         ("no drafter", "cannot be trained: this engine runs without"),
     ],

@@ -17,12 +17,12 @@ def add_to(commands: Commands) -> None:
         "drafter as\nan engine would, and starts none. Exit code 1 if something is wrong and nothing would be filled "
         "in.",
         epilog="examples:\n"
-        "  paceline explain auto max_num_seqs=64\n"
+        "  paceline explain auto model=path/to/policy\n"
         "  paceline explain speculation.toml model=Qwen/Qwen3-8B max_model_len=8192 load_format=dummy",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("setting", metavar="VALUE", help="value of PACELINE: a TOML file with a section [speculation], or auto")
+    add("setting", metavar="VALUE", help="auto (the policy's MTP heads), or a TOML file with a section [speculation]")
     add("given", nargs="*", metavar="NAME=VALUE", help="engine arguments that the host sets, as vLLM's EngineArgs has")
     parser.set_defaults(command=_explain)
 

@@ -25,10 +25,11 @@ def add_to(commands: Commands) -> None:
         "response as text (verl's input and output too). Lines may be appended, files moved in.\n"
         "\n"
         "The server needs Paceline's scheduler and a drafter, which PACELINE=speculation.toml brings, and\n"
-        "VLLM_SERVER_DEV_MODE=1 or --middleware paceline.rollout.endpoint.CallsEndpoint, which asks for a token that\n"
-        "only processes of the same user can read. A sidecar runs until Ctrl-C or SIGTERM.",
+        "--middleware paceline.rollout.endpoint.CallsEndpoint, which asks for a token that only processes of the same\n"
+        "user can read. A sidecar runs until Ctrl-C or SIGTERM.",
         epilog="examples:\n"
-        "  PACELINE=/data/speculation.toml VLLM_SERVER_DEV_MODE=1 vllm serve MODEL\n"
+        "  PACELINE=/data/speculation.toml vllm serve MODEL --host 127.0.0.1 \\\n"
+        "      --middleware paceline.rollout.endpoint.CallsEndpoint\n"
         "  paceline sidecar --server http://127.0.0.1:8000 --rollouts run/rollouts --policy MODEL --policy run\n"
         "  paceline sidecar --server http://127.0.0.1:8000 --rollouts run/rollouts --policy run --share 1 \\\n"
         "      --out drafter --metrics sidecar.jsonl speculation.training.buffer.capacity_mb=4096",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from paceline.config import Config
+from paceline.config.gpu import refuse_on_gpu
 from paceline.devices import Transport, weight_transport
 from paceline.types import DeviceKind, PacelineError
 
@@ -69,15 +70,17 @@ class ClusterLayout:
 
 
 def plan(nodes: Sequence[Node], config: Config) -> ClusterLayout:
-    """Decide where everything goes; raises PacelineError that says what is missing, and what to set instead."""
+    """Place every process. Raise PacelineError if resources are missing, ValueError if GPUs cannot run the config."""
     has_gpus = any(node.num_gpus + node.taken_gpus for node in nodes)
     if config.cluster.device == "gpu" and not has_gpus:
         raise PacelineError(
             "cluster.device: got 'gpu', but no node of the Ray cluster has one (`ray status` shows what it has); add "
             "GPU nodes, or set cluster.device=cpu"
         )
-    use_gpus = has_gpus and config.cluster.device != "cpu"
-    return _on_gpus(nodes, config) if use_gpus else _on_cpus(nodes, config)
+    if not has_gpus or config.cluster.device == "cpu":
+        return _on_cpus(nodes, config)
+    refuse_on_gpu(config)
+    return _on_gpus(nodes, config)
 
 
 def nodes_from(

@@ -126,7 +126,7 @@ def card(config: dict[str, Any], evaluation: Evaluation | None, provenance: Prov
         _provenance(provenance),
         "## Serve it",
         f"Stock vLLM needs nothing else. POLICY is the policy above, DRAFTER this directory:\n\n```bash\n"
-        f"vllm serve POLICY --speculative-config '{speculative_config(config, 'DRAFTER')}'\n```",
+        f"vllm serve POLICY --host 127.0.0.1 --speculative-config '{speculative_config(config, 'DRAFTER')}'\n```",
         '`"draft_sample_method": "probabilistic"` in that JSON accepts more at temperatures above 0. On its CPU '
         "backend, vLLM 0.32 and before sample wrongly under speculation at any temperature above 0 (vLLM issue 55005); "
         "greedy output is right.",

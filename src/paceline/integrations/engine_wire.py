@@ -109,8 +109,8 @@ def http_rpc(url: str, *, timeout_s: float = 300.0) -> Rpc:
                 raise PacelineError(f"{url} answered {method} as no server of vLLM does: {error!r}") from error
             doors.rotate()
         raise PacelineError(
-            f"{url} has neither {_COLLECTIVE_RPC} nor {ENDPOINT}: start the server with VLLM_SERVER_DEV_MODE=1, or "
-            "with --middleware paceline.rollout.endpoint.CallsEndpoint"
+            f"{url} has neither {_COLLECTIVE_RPC} nor {ENDPOINT}: start the server with "
+            "--middleware paceline.rollout.endpoint.CallsEndpoint"
         )
 
     return call

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.config.gpu import refuse_fp8_on_gpu
 from paceline.fp8 import ROUTERS
 from paceline.rollout.internals.amx import has_amx
 from paceline.rollout.internals.platform import on_cpu
@@ -39,7 +40,9 @@ def engine_args(
     os.environ.pop("PACELINE", None)
     cpu, fp8 = on_cpu(), config.weights == "fp8"
     compiles = config.compiles(gpu=not cpu)
-    if cpu and not has_amx():
+    if not cpu:
+        refuse_fp8_on_gpu(config)
+    elif not has_amx():
         _refuse_fp8_weights(config, speculation)
     args = AsyncEngineArgs(
         model=str(model_path),

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import (
-    Config,
     EngineConfig,
     HistoryDrafter,
     LearnedDrafter,
-    NgramDrafter,
     SpeculationConfig,
     VllmDrafter,
     load_config,
@@ -31,6 +29,7 @@ from paceline.rollout.speculation import (
     SCHEDULER,
     check_drafter,
     graph_plan,
+    num_mtp_heads,
     scheduler_settings,
     speculative_config,
     why_fixed,
@@ -40,7 +39,9 @@ from paceline.selector.select import build_selector
 
 VARIABLE = "PACELINE"
 AUTO = "auto"
-"""Setting that stands for n-grams, which need neither weights nor training, and the measured selector."""
+"""Setting that enables the MTP heads of the policy's checkpoint, if it has any."""
+_MTP_LENGTH = 3
+"""Longest draft from MTP heads. A head is trained for one position; each reuse lowers acceptance."""
 _MAX_NUM_SEQS = 256
 """Batches that are planned for where the host leaves `max_num_seqs` to vLLM."""
 _SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
@@ -84,33 +85,43 @@ def fill(
     drafter_loads_apart: bool = True,
     last_block_stays: bool = True,
 ) -> Filling:
-    """Return what a setting (the path of a TOML file with a section [speculation], or AUTO) adds to the arguments that
-    the host has given. Without a `sound_sampler` speculation would sample from a wrong distribution, and is not added;
-    nor is a learned drafter that would be a dummy with the policy, because it does not `drafter_loads_apart`.
-    `last_block_stays`: whether vLLM knows KEEP_LAST_BLOCK.
+    """Return what a setting (the path of a TOML file with a section [speculation], or AUTO) adds to the host's
+    arguments.
+
+    Add no speculation without a `sound_sampler`, which would sample from a wrong distribution, and no drafter with
+    weights that would be a dummy like the policy, because it does not `drafter_loads_apart`. `last_block_stays`:
+    whether vLLM knows KEEP_LAST_BLOCK.
     """
     if reason := _why_nothing(given):
         return Filling(arguments={}, reasons=(reason,))
     try:
-        config = Config(speculation=_AUTO) if setting == AUTO else load_config(setting)
-        if config.speculation is None:
-            raise ValueError(f"speculation: is missing; must be a section of {setting} because it names the drafter")
-        if any(name in given for name in _SPECULATION):
-            return _beside_speculation(given, config.speculation)
+        speculates = any(name in given for name in _SPECULATION)
+        if setting == AUTO:
+            if speculates:
+                return Filling(arguments={}, reasons=("the host's own speculation stays",))
+            if not (num_heads := num_mtp_heads(_policy(given))):
+                return Filling(arguments={}, reasons=("the policy's checkpoint has no MTP heads",))
+            speculation, engine = _with_mtp_heads(num_heads), EngineConfig()
+        else:
+            speculation, engine = _read(setting)
+        if speculates:
+            return _beside_speculation(given, speculation)
         if not sound_sampler:
             raise ValueError(
                 "vLLM's sampler is wrong under speculation, and the plugin paceline_sampler did not mend it"
             )
         fixed = _why_fixed(given)
         if fixed and setting == AUTO:
-            raise ValueError(f"n-grams may cost more than they gain where the draft length is not chosen: {fixed}")
-        dummy = isinstance(config.speculation.drafter, LearnedDrafter) and given.get("load_format") == "dummy"
+            raise ValueError(f"MTP heads may cost more than they gain where the draft length is not chosen: {fixed}")
+        has_weights = isinstance(speculation.drafter, LearnedDrafter | VllmDrafter)
+        dummy = has_weights and given.get("load_format") == "dummy"
         if dummy and not drafter_loads_apart:
             raise ValueError(
                 "load_format: got dummy; must be another because the V2 model runner of vLLM before 0.30 would make "
                 "the drafter a dummy too; VLLM_USE_V2_MODEL_RUNNER=0 selects V1"
             )
-        filling = _with_speculation(given, config.speculation, _engine(given, config), on_gpu=on_gpu, fixed=fixed)
+        engine = engine.model_copy(update={"max_num_seqs": given.get("max_num_seqs", _MAX_NUM_SEQS)})
+        filling = _with_speculation(given, speculation, engine, on_gpu=on_gpu, fixed=fixed)
         if not last_block_stays:
             filling.arguments["speculative_config"].pop(KEEP_LAST_BLOCK, None)
         return filling
@@ -118,7 +129,18 @@ def fill(
         return Filling(arguments={}, reasons=(str(error) or repr(error),), refused=True)
 
 
-_AUTO = SpeculationConfig(drafter=NgramDrafter())
+def _read(file: str) -> tuple[SpeculationConfig, EngineConfig]:
+    config = load_config(file)
+    if config.speculation is None:
+        raise ValueError(f"speculation: is missing; must be a section of {file} because it names the drafter")
+    return config.speculation, config.rollout.engine
+
+
+def _with_mtp_heads(num_heads: int) -> SpeculationConfig:
+    """Draft with the policy's own heads. vLLM refuses lengths beyond `num_heads` that are not its multiples."""
+    longest = _MTP_LENGTH - _MTP_LENGTH % min(num_heads, _MTP_LENGTH)
+    drafter = VllmDrafter(settings={"method": "mtp", "draft_sample_method": "probabilistic"})
+    return SpeculationConfig(drafter=drafter, max_draft_length=longest)
 
 
 def _why_nothing(given: Mapping[str, Any]) -> str | None:
@@ -137,10 +159,6 @@ def _why_fixed(given: Mapping[str, Any]) -> str | None:
         executor_backend=given.get("distributed_executor_backend"),
         world_size=prod(given.get(name, 1) for name in _RANKS),
     )
-
-
-def _engine(given: Mapping[str, Any], config: Config) -> EngineConfig:
-    return config.rollout.engine.model_copy(update={"max_num_seqs": given.get("max_num_seqs", _MAX_NUM_SEQS)})
 
 
 def _beside_speculation(given: Mapping[str, Any], speculation: SpeculationConfig) -> Filling:
@@ -214,12 +232,12 @@ def _check(given: Mapping[str, Any], speculation: SpeculationConfig, engine: Eng
 
 
 def _policy(given: Mapping[str, Any]) -> Path:
-    """Directory with the policy's config and tokenizer; from the hub, where vLLM gets them from as well."""
+    """Return a directory with the policy's config, tokenizer and weight index, downloaded from the hub if needed."""
     if "model" not in given:
         raise ValueError("model: is missing; must be given because a drafter belongs to one policy")
     if (path := Path(given["model"])).is_dir():
         return path
     from huggingface_hub import snapshot_download
 
-    files = ["config.json", "tokenizer.json"]
+    files = ["config.json", "tokenizer.json", "model.safetensors.index.json"]
     return Path(snapshot_download(given["model"], revision=given.get("revision"), allow_patterns=files))

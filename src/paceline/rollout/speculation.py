@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -129,11 +130,28 @@ def check_drafter(config: SpeculationConfig, model_path: Path, engine: EngineCon
                 "checkpoint because engines download nothing"
             )
         case VllmDrafter(settings={"method": "mtp", **rest}) if "model" not in rest:
-            if not re.search(r"mtp|nextn", (model_path / "config.json").read_text(encoding="utf-8")):
+            if not num_mtp_heads(model_path):
                 raise ValueError(
-                    f"speculation.drafter.settings.method: got 'mtp' with {model_path}, whose config.json names no MTP "
-                    "heads; must be another method, or settings.model the checkpoint of the heads"
+                    f"speculation.drafter.settings.method: got 'mtp' with {model_path}; must be another method, or "
+                    "settings.model the checkpoint of the heads, because this policy has no MTP heads"
                 )
+
+
+def num_mtp_heads(model_path: Path) -> int:
+    """Return how many multi-token-prediction layers a policy's checkpoint has.
+
+    The weights are looked for too: fine-tuned checkpoints often keep the number in config.json and lose the layers, and
+    vLLM would fail to load them. Some models store them after the last regular layer, under the next number."""
+    from paceline.weights.check import tensor_names
+
+    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    config |= config.get("text_config", {})
+    numbers = [n for key, n in config.items() if re.fullmatch(r".*(mtp|nextn).*layers", key) and isinstance(n, int)]
+    num_heads = max(numbers, default=0)
+    if not num_heads:
+        return 0
+    weights = re.compile(rf"mtp|nextn|\blayers\.{config['num_hidden_layers']}\.")
+    return num_heads if any(map(weights.search, tensor_names(model_path))) else 0
 
 
 def why_whole(speculative: Mapping[str, Any]) -> str | None:

@@ -113,6 +113,7 @@ def serve_command(
     plan = graph_plan(speculation, config) if graphs else None
     measured = speculation.model_copy(update={"selector": MeasuredSelector(costs=costs_file)})
     options = {
+        "--host": "127.0.0.1",  # vLLM's default is every address
         "--dtype": config.dtype,
         "--tensor-parallel-size": str(config.tensor_parallel_size),
         "--max-num-seqs": str(config.max_num_seqs),

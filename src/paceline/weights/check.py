@@ -47,6 +47,18 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
+def tensor_names(directory: Path) -> set[str]:
+    """Return the names of a checkpoint's tensors, from its index or the headers of its files."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return set(json.loads(index.read_text())["weight_map"])
+    names: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names.update(tensors.keys())
+    return names
+
+
 def inventory(checkpoint: str | Path) -> dict[str, TensorSpec]:
     """The tensors of a checkpoint. safetensors maps its files, so that nothing but headers is read."""
     directory = Path(checkpoint)
