@@ -279,6 +279,15 @@ def one_place_asks_for_a_device(source: Source) -> list[str]:
     return complaints
 
 
+def templates_hold_the_html(source: Source) -> list[str]:
+    """Templates escape every value; a string in Python would not."""
+    return [
+        f"{node.lineno}: HTML in Python; put it in report/templates"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Constant) and re.search(r"</(b|p|pre|div|table|t[rdh]|h\d|section)>", str(node.value))
+    ]
+
+
 def docstrings_have_a_subject(source: Source) -> list[str]:
     """Looks at every string that stands alone: docstrings of modules, classes, functions and fields."""
     return [
@@ -304,6 +313,7 @@ RULES: tuple[Rule, ...] = (
     one_atomic_write,
     one_checksum_and_one_lock,
     one_place_asks_for_a_device,
+    templates_hold_the_html,
     docstrings_have_a_subject,
 )
 RULES_EVERYWHERE: tuple[Rule, ...] = (
@@ -406,6 +416,7 @@ BAD = (
     (one_place_asks_for_a_device, "learner/fsdp.py", "gpu = torch.cuda.is_available()"),
     (one_place_asks_for_a_device, "cluster/placement.py", "torch.accelerator.current_accelerator()"),
     (one_place_asks_for_a_device, "rollout/engine.py", "from vllm.platforms import current_platform"),
+    (templates_hold_the_html, "plan/page.py", "row = f'<td>{value}</td>'"),
     (docstrings_have_a_subject, "learner/guard.py", 'class A:\n    x: int\n    """Of a step."""'),
     (docstrings_have_a_subject, "learner/guard.py", 'def f():\n    """Of a step."""'),
 )

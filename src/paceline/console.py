@@ -45,7 +45,7 @@ _TROUBLES = {
     "engine/preemptions": "preemptions",
     "engine/metrics_failed": "engines without metrics",
 }
-"""Metrics that stand at the end of a step's line when they are above 0; `report/failures.py` has them all."""
+"""Metrics that stand at the end of a step's line when they are above 0; `report/summary.py` has them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

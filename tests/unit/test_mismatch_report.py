@@ -7,7 +7,7 @@ import numpy as np
 
 from paceline.learner.correction import HISTOGRAM_EDGES
 from paceline.report.mismatch import mismatch_panels, scale_panels
-from paceline.report.page import drawing
+from paceline.report.plots import drawing
 from paceline.report.recorded import RecordedRun, read_run
 
 
@@ -40,7 +40,7 @@ def test_every_rung_and_the_floor_are_in_the_picture(tmp_path: Path) -> None:
         steps, ratios = mismatch_panels(recorded(tmp_path / "run"))
     assert steps.title == "Mismatch k3 is 1.0e-03 (median), 1,000,000 times the learner's own noise"
     for words in ("observe", "raise precision", "stop", "noise floor", "each engine"):
-        assert words in steps.svg
+        assert words in steps.drawing
     assert ratios.title.startswith("1.0 % of tokens"), ratios.title
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jinja2 import UndefinedError
 
 from paceline.config import load_config
 from paceline.metrics import JsonlSink, Recorder
@@ -28,10 +29,10 @@ from paceline.plan.simulate import (
     simulated_prompts,
 )
 from paceline.report.draft_length import curves
-from paceline.report.failures import failure_rows
 from paceline.report.recorded import StepRollouts, read_run
+from paceline.report.render import render
 from paceline.report.run import length_histogram, write_report
-from paceline.report.summary import in_flight, occupancy, subtract, summary, union
+from paceline.report.summary import failure_rows, in_flight, occupancy, subtract, summary, union
 
 
 @dataclass
@@ -412,8 +413,8 @@ def test_names_from_outside_cannot_become_markup(tmp_path: Path):
     page = write_report(run).read_text()
     assert "<script" not in page
     assert "<i>" not in page
-    assert "<h1>&lt;script src=&quot;x&quot;&gt;</h1>" in page
-    assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt;" in page
+    assert "<h1>&lt;script src=&#34;x&#34;&gt;</h1>" in page
+    assert "&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt;" in page
     assert "&lt;i&gt;0$x_$" in page
 
 
@@ -435,6 +436,11 @@ def test_chosen_step_is_shown_and_an_unknown_one_refused(tmp_path: Path):
     assert "Step 2:" in write_report(run, step=2).read_text()
     with pytest.raises(ValueError, match="step: got 9; must be one of the recorded steps, 1 to 3"):
         write_report(run, step=9)
+
+
+def test_a_missing_record_fails_instead_of_leaving_a_gap():
+    with pytest.raises(UndefinedError, match="tuning"):
+        render("tune.html", command="vllm serve", config={}, panels=[])
 
 
 def test_same_run_gives_the_same_page(tmp_path: Path):
@@ -512,7 +518,8 @@ def test_draft_length_is_drawn_over_the_time_of_a_step(tmp_path: Path) -> None:
 
 def test_failures_are_in_a_table_and_their_absence_too(tmp_path: Path) -> None:
     path = FakeRun(tmp_path / "run", steps=3).write()
-    assert failure_rows(read_run(path)) == [("none", "")]
+    assert failure_rows(read_run(path)) == []
+    assert "<th>none</th>" in write_report(path).read_text()
     metrics = {"selector/failures": 2, "metrics/sink_errors": 7}
     with (path / "metrics.jsonl").open("a") as file:
         for step in (4, 5):

@@ -1,4 +1,4 @@
-"""How far the engines drafted over the time of one step, and what was accepted."""
+"""Plot draft length and accepted length over the time of one step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.report.page import BLUE, GREEN, GREY, ORANGE, Panel, new_figure, svg
+from paceline.report.plots import BLUE, GREEN, GREY, ORANGE, Panel, new_figure, panel
 from paceline.report.recorded import Floats, RecordedRun, StepDrafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curves:
-    """One step on a common grid of time. NaN where nothing was generated, or nothing verified."""
+    """One step on a common grid of time. NaN in bins without generated or verified tokens."""
 
     edges_s: Floats
     """Seconds since the first bin."""
@@ -26,7 +26,7 @@ class Curves:
 
 
 def draft_length_panels(run: RecordedRun, step: int | None = None) -> list[Panel]:
-    """One picture, of `step` if it was recorded, or of a late step with much to show; nothing without speculation."""
+    """Return a plot of `step`, or of the longest step in the second half; none for runs without speculation."""
     if not run.drafts:
         return []
     late = run.drafts[len(run.drafts) // 2 :]
@@ -35,7 +35,7 @@ def draft_length_panels(run: RecordedRun, step: int | None = None) -> list[Panel
 
 
 def curves(drafts: StepDrafts) -> Curves:
-    """Put the bins of all engines on one grid. Bins are aligned to their width, so the widest of them holds the others
+    """Put the bins of all engines on one grid. Bins are aligned to their width: the widest bin holds the others
     whole."""
     width_s, first_s = float(drafts.width_s.max()), float(drafts.begin_s.min())
     number = np.floor((drafts.begin_s - first_s) / width_s + 1e-6).astype(np.int64)
@@ -66,30 +66,25 @@ def curves(drafts: StepDrafts) -> Curves:
 def _panel(drafts: StepDrafts, found: Curves) -> Panel:
     figure = new_figure(3.6)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.8])
-    top.stairs(found.requests, found.edges_s, fill=True, color=BLUE, alpha=0.85, label="requests in flight")
-    top.set_ylabel("requests")
-    top.set_ylim(bottom=0)
+    edges_s, length = found.edges_s, found.draft_length
+    top.stairs(found.requests, edges_s, fill=True, color=BLUE, alpha=0.85, label="requests in flight")
+    top.set(ylabel="requests", ylim=(0, None))
     if len(found.by_engine) > 1:
         for index, values in enumerate(found.by_engine.values()):
             label = "draft length of each engine" if index == 0 else None
-            bottom.stairs(values, found.edges_s, baseline=None, color=GREY, linewidth=0.8, alpha=0.7, label=label)
-    bottom.stairs(
-        found.draft_length, found.edges_s, baseline=None, color=ORANGE, linewidth=2.0, label="draft length, mean"
-    )
-    middle_s = (found.edges_s[1:] + found.edges_s[:-1]) / 2
-    bottom.plot(
-        middle_s, found.accepted_length, color=GREEN, linewidth=1.6, marker="o", markersize=3, label="accepted length"
-    )
-    bottom.set_ylabel("tokens")
-    bottom.set_ylim(bottom=0)
-    bottom.set_xlim(0, found.edges_s[-1])
-    bottom.set_xlabel("seconds since the first engine step of the phase")
-    figure.legend(loc="outside upper left", ncols=4, handlelength=1.4)
-    finite = found.draft_length[np.isfinite(found.draft_length)]
-    first, last = float(finite[: max(1, len(finite) // 4)].mean()), float(finite[-max(1, len(finite) // 4) :].mean())
-    title = f"Step {drafts.step}: engines drafted {first:.1f} tokens at first and {last:.1f} in the end"
+            bottom.stairs(values, edges_s, baseline=None, color=GREY, linewidth=0.8, alpha=0.7, label=label)
+    bottom.stairs(length, edges_s, baseline=None, color=ORANGE, linewidth=2.0, label="draft length, mean")
+    middle_s = (edges_s[1:] + edges_s[:-1]) / 2
+    style = {"color": GREEN, "linewidth": 1.6, "marker": "o", "markersize": 3}
+    bottom.plot(middle_s, found.accepted_length, label="accepted length", **style)
+    xlabel = "seconds since the first engine step of the phase"
+    bottom.set(xlabel=xlabel, ylabel="tokens", xlim=(0, edges_s[-1]), ylim=(0, None))
+    finite = length[np.isfinite(length)]
+    quarter = max(1, len(finite) // 4)
+    first, last = finite[:quarter].mean(), finite[-quarter:].mean()
+    title = f"Step {drafts.step}: engines drafted {first:.1f} tokens at first and {last:.1f} at the end"
     note = (
-        "Draft length that the scheduler chose, and tokens that a verification then gave (accepted length: accepted "
-        f"draft tokens plus one). Bins of {found.edges_s[1]:g} s, over {len(drafts.engines)} engine(s)."
+        "Draft length chosen by the scheduler, and tokens per verification (accepted draft tokens plus one). "
+        f"Bins of {edges_s[1]:g} s, over {len(drafts.engines)} engine(s)."
     )
-    return Panel(title=title, note=note, svg=svg(figure, title))
+    return panel(figure, title, note)

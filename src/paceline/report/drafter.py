@@ -1,8 +1,8 @@
-"""How the drafter followed the policy: pictures and figures for the report of a run that trained its drafter.
+"""Report how drafter training followed the policy: acceptance, use of idle engines, cost and gain of updates.
 
-An update is one candidate drafter that the held-out slice has judged, published or refused. What was expected of it is
-what the run's last decision to train said (drafters/drift.py); `gain_s` is the same formula for the gain that the
-held-out slice then showed, so the two can be compared: seconds of generation saved over the horizon of the decision.
+An update is a candidate drafter that the held-out slice has judged, published or refused. Its expected gain and cost
+come from the run's last decision to train (drafters/drift.py). `gain_s` is the same formula for the gain measured on
+the held-out slice: seconds of generation saved over the horizon of the decision.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.report.page import (
+from paceline.report.plots import (
     BLUE,
     GREEN,
     GREY,
@@ -24,18 +24,19 @@ from paceline.report.page import (
     Panel,
     name_rows,
     new_figure,
+    new_plot,
+    panel,
     row_inches,
     step_axis,
-    svg,
 )
 from paceline.report.recorded import Floats, RecordedRun, StepSlots
-from paceline.report.summary import middle_of, moved, percent, smooth
+from paceline.report.summary import middle_of, moved, number, percent, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DOING = {"generate": BLUE, "train": GREEN, "idle": ORANGE, "waking": RED}
-"""What an engine's device is used for, and its colour. Idle has the colour of the other timeline."""
+"""Colors of a device's uses; idle as in the timeline of rollouts."""
 _OUTCOMES = {
     "drafter_lost": ("lost", "D", RED),
     "drafter_refused": ("refused", "x", GREY),
@@ -43,7 +44,7 @@ _OUTCOMES = {
     "drafter_switched": ("switched", "o", BLUE),
 }
 _FEW = 5
-"""Steps at the beginning and the end of a run that are compared."""
+"""Steps compared between the beginning and the end of a run."""
 
 
 def trained(run: RecordedRun) -> bool:
@@ -51,7 +52,7 @@ def trained(run: RecordedRun) -> bool:
 
 
 def drafter_panels(run: RecordedRun, *, step: int | None = None, against: RecordedRun | None = None) -> list[Panel]:
-    """Nothing for a run that did not train its drafter, except a comparison that was asked for."""
+    """Return no panels for runs that did not train a drafter, unless a comparison is requested."""
     for name, compared in (("run", run), ("against", against)):
         if against is not None and compared is not None and not np.isfinite(_alpha(compared)).any():
             raise ValueError(
@@ -68,33 +69,26 @@ def drafter_panels(run: RecordedRun, *, step: int | None = None, against: Record
 
 
 def drafter_rows(run: RecordedRun) -> list[tuple[str, str]]:
-    """A small table: what training used and what came of it."""
+    """Return a table of the cost and the results of training."""
     if not trained(run):
         return []
     leasable_s, training_s = (float(np.nansum(run.series(f"draft/{key}"))) for key in ("leasable_s", "training_s"))
     used = f"{percent(training_s / leasable_s)}, {training_s:,.0f} of {leasable_s:,.0f} s" if leasable_s else "n/a"
     recalls, slowest_ms = run.series("draft/num_recalls"), run.series("draft/recall_max_ms")
+    published, refused = (len(_events(run, f"drafter_{outcome}")) for outcome in ("published", "refused"))
     rows = [
         ("Idle engine time used for training", used),
         ("Leases recalled", f"{np.nansum(recalls):.0f}" if np.isfinite(recalls).any() else "n/a"),
         ("Slowest recall", f"{np.nanmax(slowest_ms):.0f} ms" if np.isfinite(slowest_ms).any() else "n/a"),
-        (
-            "Updates",
-            f"{len(_events(run, 'drafter_published'))} published, {len(_events(run, 'drafter_refused'))} refused",
-        ),
+        ("Updates", f"{published} published, {refused} refused"),
     ]
     if np.isfinite(learned := run.series("draft/learned")).any():
         switched = [step for step, is_learned in zip(run.steps, learned.tolist(), strict=True) if is_learned == 1]
         rows.append(("Engines drafted from history", f"until step {switched[0]}" if switched else "in every step"))
     if lost := _events(run, "drafter_lost"):
-        rows.append(("Drafter lost", "; ".join(f"step {event['step']}: {event['remedy']}" for event in lost)))
+        rows.append(("Drafter lost", "; ".join(f"step {e['step']}: {e['remedy']}" for e in lost)))
     if crashed := _events(run, "trainer_lost"):
-        rows.append(
-            (
-                "Trainers lost",
-                "; ".join(f"step {event['step']}: {event['engine']}, {event['why']}" for event in crashed),
-            )
-        )
+        rows.append(("Trainers lost", "; ".join(f"step {e['step']}: {e['engine']}, {e['why']}" for e in crashed)))
     return rows
 
 
@@ -118,52 +112,47 @@ def _acceptance_panel(run: RecordedRun, against: RecordedRun | None) -> Panel:
         draw_marks(strip, run, marks)
     else:
         axes = strip = figure.add_subplot()
-    other_name = "" if against is None else against.name if against.name != run.name else f"{against.name} (other)"
     draw_acceptance(axes, run, run.name, BLUE)
-    steps = list(run.steps)
-    if against is not None:
-        draw_acceptance(axes, against, other_name, ORANGE)
-        steps += against.steps
-    axes.set_ylabel("accepted length")
-    axes.set_ylim(bottom=1)
-    step_axis(strip, min(steps), max(steps))
-    figure.legend(loc="outside upper left", ncols=2)
     alpha = _alpha(run)[np.isfinite(_alpha(run))]
     few = max(1, min(_FEW, len(alpha) // 2))
     title = f"Accepted length {moved(middle_of(alpha[:few]), middle_of(alpha[few:][-few:]))}"
-    if against is not None and (ratio := ratio_at_end(run, against)) is not None:
-        title += f"; at the end it is {ratio:.2f} times that of {other_name}"
-    note = "Tokens per verification in the rollouts of a step; 1 is no gain. Dots are steps, lines the mean of 5 steps."
+    note = "Tokens per verification, at least 1. Dots are steps, lines the mean of 5 steps."
+    steps = list(run.steps)
+    if against is not None:
+        other = against.name if against.name != run.name else f"{against.name} (other)"
+        draw_acceptance(axes, against, other, ORANGE)
+        steps += against.steps
+        if (ratio := ratio_at_end(run, against)) is not None:
+            title += f"; {ratio:.2f} times {other} at the end"
+    axes.set(ylabel="accepted length", ylim=(1, None))
+    step_axis(strip, min(steps), max(steps))
     if marks:
-        note += f" Below, what became of the drafter's updates{f' in {run.name}' if against is not None else ''}."
+        note += f" Below: outcomes of the drafter's updates{f' in {run.name}' if against is not None else ''}."
     if off := [event for event in _events(run, "drafter_lost") if event["remedy"] == "speculation off"]:
         note += f" Speculation was switched off at step {off[0]['step']}."
-    return Panel(title=title, note=note, svg=svg(figure, title))
+    return panel(figure, title, note)
 
 
-def draw_acceptance(axes: Axes, run: RecordedRun, name: str, colour: str) -> None:
+def draw_acceptance(axes: Axes, run: RecordedRun, name: str, color: str) -> None:
     alpha = _alpha(run)
-    axes.plot(run.steps, alpha, "o", color=colour, alpha=0.4, markersize=4, markeredgewidth=0)
-    line = np.where(
-        np.isfinite(alpha), smooth(alpha), np.nan
-    )  # a step without speculation is a gap in the line as well
-    axes.plot(run.steps, line, color=colour, linewidth=1.8, label=name)
+    axes.plot(run.steps, alpha, "o", color=color, alpha=0.4, markersize=4, markeredgewidth=0)
+    line = np.where(np.isfinite(alpha), smooth(alpha), np.nan)  # leave a gap for steps without speculation
+    axes.plot(run.steps, line, color=color, linewidth=1.8, label=name)
 
 
 def draw_marks(axes: Axes, run: RecordedRun, marks: Sequence[str]) -> None:
-    """A row for each outcome, a mark where it came about."""
+    """Draw a row per outcome, with a mark at each of its steps."""
     for row, what in enumerate(marks):
-        label, marker, colour = _OUTCOMES[what]
+        label, marker, color = _OUTCOMES[what]
         steps = [event["step"] for event in _events(run, what)]
-        axes.plot(
-            steps, [row + 0.44] * len(steps), marker, color=colour, markersize=5, clip_on=False, label=f"_{label}"
-        )
+        height = [row + 0.44] * len(steps)
+        axes.plot(steps, height, marker, color=color, markersize=5, clip_on=False, label=f"_{label}")
     name_rows(axes, [_OUTCOMES[what][0] for what in marks])
     axes.grid(visible=True, axis="y")
 
 
 def ratio_at_end(run: RecordedRun, against: RecordedRun) -> float | None:
-    """Accepted length over that of the other run in the last steps that both have, by medians."""
+    """Return the ratio of median accepted lengths over the last steps that both runs have."""
     ours, theirs = (
         {s: a for s, a in zip(r.steps, _alpha(r).tolist(), strict=True) if np.isfinite(a)} for r in (run, against)
     )
@@ -173,11 +162,11 @@ def ratio_at_end(run: RecordedRun, against: RecordedRun) -> float | None:
     return float(np.median([ours[step] for step in shared]) / np.median([theirs[step] for step in shared]))
 
 
-# What engines did.
+# Use of the engines.
 
 
 def window_of(places: Sequence[StepSlots], step: int | None, num_steps: int = 3) -> Sequence[StepSlots]:
-    """Successive steps around `step`; by default around the one of median training time among those that trained."""
+    """Return successive steps around `step`, by default around a step of median training time."""
     if step is None:
         by_training = sorted((p for p in places if p.seconds("train") > 0), key=lambda p: p.seconds("train"))
         step = by_training[len(by_training) // 2].step if by_training else places[0].step
@@ -188,50 +177,38 @@ def window_of(places: Sequence[StepSlots], step: int | None, num_steps: int = 3)
 
 def _places_panel(window: Sequence[StepSlots]) -> Panel:
     num_engines = len({span.engine for places in window for span in places.spans})
-    figure = new_figure(1.0 + row_inches(num_engines) * num_engines)
-    axes = figure.add_subplot()
+    figure, axes = new_plot(1.0 + row_inches(num_engines) * num_engines)
     draw_places(axes, window)
-    figure.legend(loc="outside upper left", ncols=4, handlelength=1)
     steps = f"Step {window[0].step}" if len(window) == 1 else f"Steps {window[0].step} to {window[-1].step}"
     share = {doing: sum(places.seconds(doing) for places in window) for doing in DOING}
-    whole = sum(share.values())
-    title = f"{steps}: engines train the drafter for {percent(share['train'] / whole)} of their time "
-    title += f"and are idle for {percent(share['idle'] / whole)}"
-    note = (
-        "Waking is the way back from training to rollouts. Engines are idle too while the policy is updated between "
-        "phases."
-    )
-    return Panel(title=title, note=note, svg=svg(figure, title))
+    train, idle = (percent(share[doing] / sum(share.values())) for doing in ("train", "idle"))
+    title = f"{steps}: engines train the drafter for {train} of their time and are idle for {idle}"
+    note = "Waking: back from training to rollouts. Engines are also idle while the policy is updated between phases."
+    return panel(figure, title, note)
 
 
 def draw_places(axes: Axes, window: Sequence[StepSlots]) -> None:
-    """A row for each engine, the first on top; a line where a step begins."""
+    """Draw a row per engine, the first on top, and a line at the start of each step."""
     spans = [span for places in window for span in places.spans]
     if unknown := {span.doing for span in spans} - DOING.keys():
         raise ValueError(f"places: got {', '.join(sorted(unknown))}; must be one of {', '.join(DOING)}")
-    engines = sorted(
-        {span.engine for span in spans}, key=lambda name: (len(name), name), reverse=True
-    )  # engine-2 before engine-10
+    engines = sorted({span.engine for span in spans}, key=lambda name: (len(name), name), reverse=True)
     begin_s = min(span.begin_s for span in spans)
-    for doing, colour in DOING.items():
+    for doing, color in DOING.items():
         label = doing
+        alpha = 0.55 if doing == "idle" else 0.85
+        edge = 0.8 if doing == "waking" else 0  # keeps a hairline visible
         for row, engine in enumerate(engines):
             mine = [span for span in spans if span.engine == engine and span.doing == doing]
-            bars = [(span.begin_s - begin_s, span.end_s - span.begin_s) for span in mine]
-            if bars:
-                alpha, edge = (
-                    (0.55 if doing == "idle" else 0.85),
-                    (0.8 if doing == "waking" else 0),
-                )  # a hairline must be seen
-                axes.broken_barh(bars, (row, 0.88), color=colour, linewidth=edge, alpha=alpha, label=label)
+            if bars := [(span.begin_s - begin_s, span.end_s - span.begin_s) for span in mine]:
+                axes.broken_barh(bars, (row, 0.88), color=color, linewidth=edge, alpha=alpha, label=label)
                 label = "_again"
     for places in window:
         at_s = min(span.begin_s for span in places.spans) - begin_s
         axes.axvline(at_s, color=SOFT, linewidth=0.8, linestyle=":")
         axes.annotate(f" step {places.step}", (at_s, 1), xycoords=("data", "axes fraction"), va="bottom", color=SOFT)
     name_rows(axes, engines)
-    axes.set_xlim(0, max(span.end_s for span in spans) - begin_s)
-    axes.set_xlabel("seconds")
+    axes.set(xlabel="seconds", xlim=(0, max(span.end_s for span in spans) - begin_s))
 
 
 # Cost and gain.
@@ -239,7 +216,7 @@ def draw_places(axes: Axes, window: Sequence[StepSlots]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterUpdate:
-    """A judged candidate; NaN for what was not recorded."""
+    """A judged candidate. Values that were not recorded are NaN."""
 
     step: int
     published: bool
@@ -251,7 +228,7 @@ class DrafterUpdate:
 
 
 def updates_of(run: RecordedRun) -> list[DrafterUpdate]:
-    """Every candidate with what the last decision to train, of its own step or before, expected of it."""
+    """Return every candidate with the expectations of the last decision to train up to its step."""
     steps = np.array(run.steps)
     decided = run.series("draft/decision") == 1
     expected_gain_s, expected_cost_s = (run.series(f"draft/expected_{what}_s") for what in ("gain", "cost"))
@@ -275,48 +252,32 @@ def updates_of(run: RecordedRun) -> list[DrafterUpdate]:
 
 
 def _updates_panel(run: RecordedRun, updates: Sequence[DrafterUpdate]) -> Panel:
-    figure = new_figure(3.0)
-    axes = figure.add_subplot()
+    figure, axes = new_plot(3.0)
     draw_updates(axes, updates)
     axes.set_ylabel("seconds of generation")
     step_axis(axes, min(run.steps[0], updates[0].step), max(run.steps[-1], updates[-1].step))
-    figure.legend(loc="outside upper left", ncols=4)
-    gain_s = middle_of(np.array([update.gain_s for update in updates if update.published]))
-    cost_s = middle_of(np.array([update.expected_cost_s for update in updates]))
     title = "No update was better than the drafter in the engines"
-    if any(update.published for update in updates):
-        title = f"A published update gains {_seconds(gain_s)}, at an expected cost of {_seconds(cost_s)} (median)"
+    if published := [update.gain_s for update in updates if update.published]:
+        costs = [update.expected_cost_s for update in updates]
+        gain, cost = (number(middle_of(np.array(values)), "{:.1f} s") for values in (published, costs))
+        title = f"A published update gains {gain}, at an expected cost of {cost} (median)"
     note = (
-        "Seconds of generation saved over the steps that an update is expected to last, at the gain expected when "
-        "training was "
+        "Seconds of generation saved over the expected life of an update: expected at the decision to train, and "
+        "measured on held-out documents."
     )
-    note += "decided and at the gain measured on held-out documents."
-    training_s = middle_of(np.array([update.training_s for update in updates]))
-    publish_s = middle_of(np.array([update.publish_s for update in updates]))
+    training_s, publish_s = (
+        middle_of(np.array(values)) for values in zip(*((u.training_s, u.publish_s) for u in updates), strict=True)
+    )
     if training_s is not None and publish_s is not None:
         note += f" An update took {training_s:.1f} s of training and {publish_s:.2f} s to publish (median)."
-    return Panel(title=title, note=note, svg=svg(figure, title))
-
-
-def _seconds(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.1f} s"
+    return panel(figure, title, note)
 
 
 def draw_updates(axes: Axes, updates: Sequence[DrafterUpdate]) -> None:
-    for published, colour, label in (
-        (True, GREEN, "measured gain, published"),
-        (False, GREY, "measured gain, refused"),
-    ):
+    for published, color, label in ((True, GREEN, "published"), (False, GREY, "refused")):
         if mine := [update for update in updates if update.published is published]:
-            axes.bar(
-                [u.step for u in mine],
-                [u.gain_s for u in mine],
-                0.6,
-                color=colour,
-                alpha=0.75,
-                linewidth=0,
-                label=label,
-            )
+            style = {"color": color, "alpha": 0.75, "linewidth": 0, "label": f"measured gain, {label}"}
+            axes.bar([u.step for u in mine], [u.gain_s for u in mine], 0.6, **style)
     steps = [update.step for update in updates]
     expected_gain_s, expected_cost_s = [u.expected_gain_s for u in updates], [u.expected_cost_s for u in updates]
     axes.plot(steps, expected_gain_s, "o", color=INK, markersize=5.5, markerfacecolor="none", label="expected gain")

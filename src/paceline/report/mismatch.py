@@ -1,8 +1,7 @@
-"""Pictures of the mismatch between engines and learner, of FP8 KV scales, and of what the guard did.
+"""Plot the mismatch between engines and learner, FP8 KV scales and the guard's rungs.
 
-Everything is read from what the run recorded: k3, its floor and the guard's rung from the step metrics, the histogram
-of log-ratios and the engines one by one from the `mismatch` records, scales and saturation from metrics
-`kv/scale_k/<layer>` and the like.
+k3, its floor and the guard's rung are step metrics. The histogram of log-ratios and the k3 of each engine come from
+the `mismatch` records, scales and saturation from metrics such as `kv/scale_k/<layer>`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 
 from paceline.learner.correction import HISTOGRAM_EDGES
 from paceline.learner.guard import Rung
-from paceline.report.page import (
+from paceline.report.plots import (
     BLUE,
     GREEN,
     GREY,
@@ -26,8 +25,9 @@ from paceline.report.page import (
     Panel,
     name_rows,
     new_figure,
+    new_plot,
+    panel,
     step_axis,
-    svg,
 )
 from paceline.report.recorded import Floats, RecordedRun
 from paceline.report.summary import middle_of, percent
@@ -48,10 +48,10 @@ _RUNGS = {
 _LIMITS = {"correct": SKY, "mask": BLUE, "raise_precision": ORANGE, "skip": PINK}
 _LEAST_SHOWN = 1e-5
 _MOST_ENGINES = 16
-"""Drawn one by one; of more, lines would be a cloud."""
+"""Most engines drawn as lines of their own."""
 _FEW = 5
 _MIDDLE = 1e-5
-"""Log-ratios below it are rounding, drawn as one bin."""
+"""Smaller log-ratios are rounding, drawn as one bin."""
 
 
 def mismatch_panels(run: RecordedRun) -> list[Panel]:
@@ -62,12 +62,9 @@ def mismatch_panels(run: RecordedRun) -> list[Panel]:
 
 
 def scale_panels(run: RecordedRun) -> list[Panel]:
-    """Nothing for a run whose KV cache is not in FP8."""
-    panels = []
-    for what, title in (("scale", "KV scales"), ("saturation", "Saturated keys and values")):
-        if found := _by_layer(run, what):
-            panels.append(_layers_panel(run, what, title, found))
-    return panels
+    """Return no panels for runs without an FP8 KV cache."""
+    found = {what: _by_layer(run, what) for what in ("scale", "saturation")}
+    return [_layers_panel(run, what, layers) for what, layers in found.items() if layers]
 
 
 # Mismatch and decisions over the steps.
@@ -75,46 +72,33 @@ def scale_panels(run: RecordedRun) -> list[Panel]:
 
 def _steps_panel(run: RecordedRun) -> Panel:
     k3, floor, rung = (run.series(key) for key in ("mismatch/k3", "mismatch/floor_k3", "guard/rung"))
-    guarded = bool(np.isfinite(rung).any())
-    reached = sorted({Rung(int(value)) for value in rung[np.isfinite(rung)]})
-    rows = [row for row in Rung if row <= max(reached)] if guarded else []
-    figure = new_figure(2.6 + (0.6 + 0.17 * len(rows) if guarded else 0))
-    if guarded:
+    note = "KL estimate from the log-probabilities of the same tokens in engine and learner, nats per token."
+    if np.isfinite(rung).any():
+        rows = [row for row in Rung if row <= np.nanmax(rung)]
+        figure = new_figure(3.2 + 0.17 * len(rows))
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 0.35 + 0.19 * len(rows)])
-    else:
-        top, bottom = figure.add_subplot(), None
-    _draw_k3(top, run, k3, floor)
-    first, last = run.steps[0], run.steps[-1]
-    if bottom is not None:
         _draw_rungs(bottom, run.steps, rung, rows)
         top.tick_params(axis="x", length=0)
-    step_axis(bottom or top, first, last)
-    figure.legend(loc="outside upper left", ncols=5, handlelength=1.6)
+        acts = run.config.get("guard", {}).get("mode", "observe") == "act"
+        note += f" Below: the guard's rung at each step{'' if acts else ', not enforced (guard.mode is observe)'}."
+        note += " Dotted lines are the rungs' limits, in their colors."
+    else:
+        figure, top = new_plot(2.6)
+        bottom = top
+    _draw_k3(top, run, k3, floor)
+    step_axis(bottom, run.steps[0], run.steps[-1])
     typical, least = middle_of(k3), middle_of(floor)
     title = "The mismatch was not recorded" if typical is None else f"Mismatch k3 is {typical:.1e} (median)"
     if typical is not None and least:
         title += f", {typical / least:,.0f} times the learner's own noise"
-    note = "KL estimate from the same tokens' log-probabilities in engine and learner, nats per token."
-    if guarded:
-        note += (
-            f" Below: the guard's rung at each step, {_acted(run)}; dotted lines are the limits of the rungs in their "
-            "colours."
-        )
-    return Panel(title=title, note=note, svg=svg(figure, title))
-
-
-def _acted(run: RecordedRun) -> str:
-    mode = run.config.get("guard", {}).get("mode", "observe")
-    return "as it was done" if mode == "act" else "which it only observed (guard.mode is observe)"
+    return panel(figure, title, note, columns=5)
 
 
 def _draw_k3(axes: Axes, run: RecordedRun, k3: Floats, floor: Floats) -> None:
-    names = sorted(
-        {name for record in run.mismatches for name in record["engines"]}, key=lambda name: (len(name), name)
-    )
+    names = {name for record in run.mismatches for name in record["engines"]}
     if 1 < len(names) <= _MOST_ENGINES:
         steps = [record["step"] for record in run.mismatches]
-        for number, name in enumerate(names):
+        for number, name in enumerate(sorted(names)):
             values = np.array([record["engines"].get(name, np.nan) for record in run.mismatches], dtype=np.float64)
             label = "each engine" if number == 0 else None
             axes.plot(steps, _positive(values), color=GREEN, linewidth=1.0, label=label, zorder=3)
@@ -127,30 +111,28 @@ def _draw_k3(axes: Axes, run: RecordedRun, k3: Floats, floor: Floats) -> None:
     shown = shown[np.isfinite(shown)]
     if not len(shown):
         return
-    axes.set_yscale("log")
     high = float(shown.max())
     guard = run.config.get("guard", {})
-    for name, colour in _LIMITS.items():
-        if name in guard and guard[name] <= 30 * high:  # one far above would flatten the curve
-            axes.axhline(guard[name], color=colour, linewidth=1.2, linestyle=":")
+    for name, color in _LIMITS.items():
+        if name in guard and guard[name] <= 30 * high:  # a limit far above would flatten the curve
+            axes.axhline(guard[name], color=color, linewidth=1.2, linestyle=":")
             high = max(high, guard[name])
-    # A learner in FP32 agrees with itself to 1e-13 and less; the mismatch is what must be seen.
+    # A learner in FP32 agrees with itself to 1e-13, far below the mismatch that must stay visible.
     low = max(shown.min(), _LEAST_SHOWN * high)
-    axes.set_ylim(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high) + 0.1))
-    axes.set_ylabel("k3")
+    limits = (10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high) + 0.1))
+    axes.set(yscale="log", ylabel="k3", ylim=limits)
 
 
 def _draw_rungs(axes: Axes, steps: Sequence[int], rung: Floats, rows: Sequence[Rung]) -> None:
     for row in rows:
         at = [(step - 0.5, 1.0) for step, value in zip(steps, rung, strict=True) if value == row]
-        axes.broken_barh(
-            at, (row, 0.88), facecolor=_RUNGS[row], alpha=0.45 if row == Rung.OBSERVE else 0.95, linewidth=0
-        )
+        alpha = 0.45 if row == Rung.OBSERVE else 0.95
+        axes.broken_barh(at, (row, 0.88), facecolor=_RUNGS[row], alpha=alpha, linewidth=0)
     name_rows(axes, [row.words for row in rows])
 
 
 def _positive(values: Floats) -> Floats:
-    """A log scale has no zero."""
+    """Replace what a log scale cannot show by NaN."""
     return np.where(values > 0, values, np.nan)
 
 
@@ -158,37 +140,29 @@ def _positive(values: Floats) -> Floats:
 
 
 def _histogram_panel(mismatches: Sequence[Mapping[str, Any]]) -> Panel:
-    """The first and the last few steps, the learner over the engine. Left of the middle the learner finds the token
-    less likely."""
+    """Plot learner over engine in the first and the last steps. Left of the middle the learner finds tokens less
+    likely."""
     size = max(1, min(_FEW, len(mismatches) // 2))
-    parts = [mismatches[:size], mismatches[size:][-size:]]
-    figure = new_figure(2.5, width=4.6)
-    axes = figure.add_subplot()
+    parts = [part for part in (mismatches[:size], mismatches[size:][-size:]) if part]
+    figure, axes = new_plot(2.5, half=True)
     edges = np.clip(HISTOGRAM_EDGES, -10 * np.sqrt(10), 10 * np.sqrt(10))
-    most_far = 0.0
-    for part, colour in zip(parts, (BLUE, ORANGE), strict=True):
-        if not part:
-            continue
+    is_far = (edges[:-1] >= np.log(2) * 0.99) | (edges[1:] <= -np.log(2) * 0.99)
+    share = np.zeros(len(is_far))
+    for part, color in zip(parts, (BLUE, ORANGE), strict=False):
         counts = np.sum([record["counts"] for record in part], axis=0)
         share = counts / max(1, counts.sum())
         floor = 0.5 / max(1, counts.sum())
-        far = float(share[(edges[:-1] >= np.log(2) * 0.99) | (edges[1:] <= -np.log(2) * 0.99)].sum())
-        most_far = far  # of the last part
         label = f"step {part[0]['step']}" if len(part) == 1 else f"steps {part[0]['step']} to {part[-1]['step']}"
-        axes.stairs(
-            100 * np.maximum(share, floor), edges, baseline=100 * floor, color=colour, linewidth=1.4, label=label
-        )
+        heights = 100 * np.maximum(share, floor)
+        axes.stairs(heights, edges, baseline=100 * floor, color=color, linewidth=1.4, label=label)
     axes.set_xscale("symlog", linthresh=_MIDDLE, linscale=0.4)
     axes.set_xticks([-1, -1e-2, -1e-4, 0, 1e-4, 1e-2, 1], ["-1", "-0.01", "-1e-4", "0", "1e-4", "0.01", "1"])
     axes.minorticks_off()
-    axes.set_yscale("log")
     axes.axvline(0, color=SOFT, linewidth=0.7)
-    axes.set_xlabel("log-ratio, learner over engine")
-    axes.set_ylabel("share of tokens, %")
-    figure.legend(loc="outside upper left", ncols=2)
-    title = f"{percent(most_far)} of tokens are off by more than a factor of about 2"
-    note = "Raw ratios, before any truncation; four bins a decade on either side, both scales logarithmic."
-    return Panel(title=title, note=note, svg=svg(figure, title), half=True)
+    axes.set(yscale="log", xlabel="log-ratio, learner over engine", ylabel="share of tokens, %")
+    title = f"{percent(float(share[is_far].sum()))} of tokens are off by more than a factor of about 2"
+    note = "Raw ratios, before truncation; four bins a decade on either side, both scales logarithmic."
+    return panel(figure, title, note)
 
 
 # Scales.
@@ -198,14 +172,11 @@ _TENSORS = (("k", "keys", BLUE), ("v", "values", ORANGE), ("q", "queries", GREEN
 
 
 def _by_layer(run: RecordedRun, what: str) -> dict[str, list[tuple[str, Floats]]]:
-    """Series over the steps by tensor (q, k, v, or "" for keys and values together), in the order of the layers."""
-    pattern = re.compile(rf"kv/{what}_?([qkv]?)/(.+)")
-    keys = sorted((key for key in run.metrics if pattern.fullmatch(key)), key=_natural)
+    """Return series over the steps by tensor (q, k, v, or "" for keys and values together), in the order of layers."""
     found: dict[str, list[tuple[str, Floats]]] = {}
-    for key in keys:
-        match = pattern.fullmatch(key)
-        assert match is not None
-        found.setdefault(match[1], []).append((match[2], run.series(key)))
+    for key in sorted(run.metrics, key=_natural):
+        if match := re.fullmatch(rf"kv/{what}_?([qkv]?)/(.+)", key):
+            found.setdefault(match[1], []).append((match[2], run.series(key)))
     return found
 
 
@@ -213,31 +184,24 @@ def _natural(key: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", key)]
 
 
-def _layers_panel(run: RecordedRun, what: str, title: str, found: Mapping[str, Sequence[tuple[str, Floats]]]) -> Panel:
-    """Median over layers with the range, for each of queries, keys and values."""
-    figure = new_figure(2.5, width=4.6)
-    axes = figure.add_subplot()
+def _layers_panel(run: RecordedRun, what: str, found: Mapping[str, Sequence[tuple[str, Floats]]]) -> Panel:
+    """Plot every layer and the median layer, for each of queries, keys and values."""
+    figure, axes = new_plot(2.5, half=True)
     highest, where = -np.inf, ""
-    for name, label, colour in _TENSORS:
+    for name, label, color in _TENSORS:
         if name not in found:
             continue
         values = np.stack([series for _, series in found[name]])
         if not np.isfinite(values).any():
             continue
-        layer = int(np.nanargmax(np.nan_to_num(values, nan=-np.inf).max(1)))
         if np.nanmax(values) > highest:
+            layer = int(np.nanargmax(np.nan_to_num(values, nan=-np.inf).max(1)))
             highest, where = float(np.nanmax(values)), f"{name} of layer {found[name][layer][0]}".removeprefix(" of ")
-        for _, series in found[name]:
-            axes.plot(run.steps, series, color=colour, linewidth=0.8, alpha=0.5)
-        axes.plot(run.steps, np.nanmedian(values, axis=0), color=colour, linewidth=1.8, label=f"{label}, median layer")
-    axes.set_ylim(0, 1.1 * highest if highest > 0 else 1.0)
-    axes.set_ylabel("scale" if what == "scale" else "share")
+        axes.plot(run.steps, values.T, color=color, linewidth=0.8, alpha=0.5)
+        axes.plot(run.steps, np.nanmedian(values, axis=0), color=color, linewidth=1.8, label=f"{label}, median layer")
+    is_scale = what == "scale"
+    axes.set(ylabel="scale" if is_scale else "share", ylim=(0, 1.1 * highest if highest > 0 else 1.0))
     step_axis(axes, run.steps[0], run.steps[-1])
-    figure.legend(loc="outside upper left", ncols=3)
-    shown = f"{highest:.3g}" if what == "scale" else percent(highest)
-    note = (
-        "A thin line for each layer; the scale times 448 is the largest value that E4M3 holds."
-        if what == "scale"
-        else ""
-    )
-    return Panel(title=f"{title}: at most {shown} ({where})", note=note, svg=svg(figure, title), half=True)
+    title, shown = ("KV scales", f"{highest:.3g}") if is_scale else ("Saturated keys and values", percent(highest))
+    note = "A thin line per layer; the scale times 448 is the largest value that E4M3 holds." if is_scale else ""
+    return panel(figure, f"{title}: at most {shown} ({where})", note, columns=3)

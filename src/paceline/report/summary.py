@@ -1,15 +1,14 @@
-"""What the metrics.jsonl of a run says in numbers: read it once, ask for the headline figures and for the tail.
+"""Summarize a run: headline figures, the tail of its generation, and its failures.
 
 The tail is the time of a generation phase in which some engine is idle. With intervals of time as sets,
 
     idle(engine) = phases that the engine took part in  -  its rollouts in flight  -  evaluations
     tail         = union of idle(engine) over engines
 
-    tail share   = |tail| / |phases|                           how long somebody waits
-    idle share   = sum |idle(engine)| / sum |engine's phases|  how much engine time is lost by it
+    tail share   = |tail| / |phases|                           share of time with an idle engine
+    idle share   = sum |idle(engine)| / sum |engine's phases|  share of engine time lost
 
-Shares are made from summed seconds over the whole run, never from shares of steps: a mean of means would weigh a short
-step like a long one.
+Shares divide sums of seconds over the whole run. A mean over steps would weigh a short step like a long one.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy.typing as npt
 from paceline.metrics import Mean
 from paceline.report.recorded import Floats, Interval, RecordedRun, StepRollouts, read_run
 
-# Sets of time, as sorted disjoint intervals.
+# Sets of time: sorted disjoint intervals.
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -56,7 +55,7 @@ def seconds(intervals: Iterable[Interval]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
-    """Who waited, and for how long."""
+    """Idle time of engines."""
 
     idle: Mapping[str, Sequence[Interval]]
     """By engine."""
@@ -72,10 +71,10 @@ def occupancy(
     within: Interval | None = None,
     evals: Sequence[Interval] = (),
 ) -> Occupancy:
-    """Occupancy over the generation phases of these steps, of those in `phases`, or over the part that lies `within`.
+    """Return occupancy over the generation phases of these steps or of `phases`, or over the part `within`.
 
-    Phases of neighbouring steps overlap in an asynchronous run; as sets they are counted once, and a rollout of the
-    next step keeps an engine busy just as one of this step does.
+    Phases of successive steps overlap in asynchronous runs. As sets they count once, and rollouts of the next step
+    keep an engine busy too.
     """
     available: dict[str, list[Interval]] = defaultdict(list)
     for batch in batches if phases is None else phases:
@@ -99,7 +98,7 @@ def occupancy(
 
 
 def _busy(batches: Sequence[StepRollouts]) -> dict[str, list[Interval]]:
-    """When each engine had rollouts: `union` for a long run's many."""
+    """Return the intervals in which each engine had rollouts: a fast `union` for long runs."""
     parts: dict[str, list[tuple[Floats, Floats]]] = defaultdict(list)
     for batch in batches:
         for index, engine in enumerate(batch.engines):
@@ -117,7 +116,7 @@ def _busy(batches: Sequence[StepRollouts]) -> dict[str, list[Interval]]:
 
 
 def _gaps(phases: Sequence[Interval], busy: Sequence[Interval]) -> list[Interval]:
-    """`subtract` for many busy intervals: each phase looks only at those that touch it, so a long run stays linear."""
+    """Like `subtract`, in linear time for many busy intervals: each phase reads only the ones that touch it."""
     starts = np.array([start for start, _ in busy])
     ends = np.array([end for _, end in busy])
     gaps: list[Interval] = []
@@ -130,8 +129,7 @@ def _gaps(phases: Sequence[Interval], busy: Sequence[Interval]) -> list[Interval
 def in_flight(
     batches: Sequence[StepRollouts], within: Interval, engine: str | None = None
 ) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """How many rollouts were in flight over time, on one engine or on all: edges of time, and a count between each
-    two."""
+    """Return edges of time, and between them the number of rollouts in flight, on one engine or on all."""
     times, changes = [np.array(within)], [np.zeros(2, dtype=np.int64)]
     for batch in batches:
         chosen = batch.start_s < within[1]
@@ -151,7 +149,7 @@ def in_flight(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """One figure as a person reads it."""
+    """A formatted figure."""
 
     label: str
     value: str
@@ -160,7 +158,7 @@ class Headline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The headline figures of a run. None where the run did not record what is needed."""
+    """Headline figures of a run. None for figures that need unrecorded data."""
 
     name: str
     num_steps: int
@@ -168,11 +166,11 @@ class RunSummary:
     duration_s: float
     accuracy_start: float | None
     accuracy_end: float | None
-    """None until there is a second evaluation."""
+    """None before the second evaluation."""
     reward_start: float | None
     """Over all rollouts of the first few steps."""
     reward_end: float | None
-    """None until there is a second step."""
+    """None before the second step."""
     tokens_per_s: float | None
     """Median over steps."""
     step_s: float | None
@@ -186,57 +184,36 @@ class RunSummary:
     num_redispatched: int
 
     def headlines(self) -> list[Headline]:
-        """For a closing table or a page."""
-        steps = (
-            f"{self.num_steps}"
-            if self.planned_steps in (None, self.num_steps)
-            else f"{self.num_steps} of {self.planned_steps}"
+        """Return rows of a table or a page."""
+        whole = self.planned_steps in (None, self.num_steps)
+        rows = (
+            ("Held-out accuracy", _change(self.accuracy_start, self.accuracy_end), "first and last evaluation"),
+            ("Reward", _change(self.reward_start, self.reward_end), "mean of the first and last steps"),
+            (
+                "Steps",
+                f"{self.num_steps}" if whole else f"{self.num_steps} of {self.planned_steps}",
+                f"in {duration(self.duration_s)}",
+            ),
+            (
+                "Time per step",
+                number(self.step_s, "{:.1f} s"),
+                f"median; {percent(self.generation_share)} of it generation",
+            ),
+            ("Generation speed", number(self.tokens_per_s, "{:,.0f} tokens/s"), "median over steps"),
+            ("Idle engine time", percent(self.idle_share), f"tail: {percent(self.tail_share)} of generation"),
+            ("Truncated rollouts", percent(self.truncated_share), "cut off at max_tokens"),
+            ("Engines lost", f"{self.num_engines_lost}", f"{self.num_redispatched} rollouts dispatched again"),
         )
-        return [
-            Headline(
-                label="Held-out accuracy",
-                value=_change(self.accuracy_start, self.accuracy_end),
-                note="first and last evaluation",
-            ),
-            Headline(
-                label="Reward",
-                value=_change(self.reward_start, self.reward_end),
-                note="mean of the first and last steps",
-            ),
-            Headline(label="Steps", value=steps, note=f"in {duration(self.duration_s)}"),
-            Headline(
-                label="Time per step",
-                value=_number(self.step_s, "{:.1f} s"),
-                note=f"median; {percent(self.generation_share)} of it generation",
-            ),
-            Headline(
-                label="Generation speed", value=_number(self.tokens_per_s, "{:,.0f} tokens/s"), note="median over steps"
-            ),
-            Headline(
-                label="Idle engine time",
-                value=percent(self.idle_share),
-                note=f"tail: {percent(self.tail_share)} of generation",
-            ),
-            Headline(label="Truncated rollouts", value=percent(self.truncated_share), note="cut off at max_tokens"),
-            Headline(
-                label="Engines lost",
-                value=f"{self.num_engines_lost}",
-                note=f"{self.num_redispatched} rollouts dispatched again",
-            ),
-        ]
+        return [Headline(label=label, value=value, note=note) for label, value, note in rows]
 
 
 def summary(run: Path | RecordedRun) -> RunSummary:
-    """The headline figures of a run's directory."""
+    """Return the headline figures of a run or of its directory."""
     run = read_run(run) if isinstance(run, Path) else run
     first, last = run.first_and_last()
     phases = run.whole_phases()
     whole = occupancy(run.rollouts, phases=phases, evals=run.eval_intervals) if phases else None
-    step_s, generation_s, speed = (
-        run.series("time/step"),
-        run.series("time/generation"),
-        run.series("rollout/tokens_per_s"),
-    )
+    step_s, generation_s = run.series("time/step"), run.series("time/generation")
     lost = [event for event in run.events if event["what"] == "engine_lost"]
     return RunSummary(
         name=run.name,
@@ -247,7 +224,7 @@ def summary(run: Path | RecordedRun) -> RunSummary:
         accuracy_end=run.evals[-1][1] if len(run.evals) > 1 else None,
         reward_start=reward_of(first),
         reward_end=reward_of(last),
-        tokens_per_s=middle_of(speed),
+        tokens_per_s=middle_of(run.series("rollout/tokens_per_s")),
         step_s=middle_of(step_s),
         generation_share=float(np.nansum(generation_s) / np.nansum(step_s)) if np.nansum(step_s) > 0 else None,
         idle_share=whole.idle_share if whole else None,
@@ -260,12 +237,12 @@ def summary(run: Path | RecordedRun) -> RunSummary:
 
 def reward_of(batches: Sequence[StepRollouts]) -> float | None:
     rewards = np.concatenate([batch.reward for batch in batches]) if batches else np.empty(0)
-    known = rewards[~np.isnan(rewards)]  # one that failed is not a number
+    known = rewards[~np.isnan(rewards)]  # NaN for failed reward functions
     return float(known.mean()) if len(known) else None
 
 
 def truncated_of(run: RecordedRun, batches: Sequence[StepRollouts]) -> float | None:
-    """Share of these rollouts that were cut, each step weighed by its rollouts."""
+    """Return the share of truncated rollouts, each step weighted by its rollouts."""
     shares = dict(zip(run.steps, run.series("rollout/truncated_share").tolist(), strict=True))
     known = [
         (shares[batch.step], len(batch.length)) for batch in batches if np.isfinite(shares.get(batch.step, np.nan))
@@ -281,7 +258,7 @@ def middle_of(values: Floats) -> float | None:
 
 
 def smooth(values: Floats, size: int = 5) -> Floats:
-    """Centred mean that leaves out what is not a number and shrinks at the ends."""
+    """Return a centered mean that ignores NaN and shrinks at the ends."""
     half = size // 2
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return np.array([np.nan if np.isnan(window).all() else np.nanmean(window) for window in windows])
@@ -309,9 +286,49 @@ def duration(duration_s: float) -> str:
     return f"{duration_s / 60:.0f} min" if duration_s < 7200 else f"{duration_s / 3600:.1f} h"
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
     return "n/a" if value is None else form.format(value)
 
 
 def _change(start: float | None, end: float | None) -> str:
-    return _number(start, "{:.3f}") + ("" if end is None else f" → {end:.3f}")
+    return number(start, "{:.3f}") + ("" if end is None else f" → {end:.3f}")
+
+
+# Failures.
+
+PER_STEP = {
+    "selector/failures": "the selector raised an exception; the step ran without drafts",
+    "selector/trace_failures": "the scheduler could not write its trace",
+    "history/failures": "the history drafter raised an exception; the step ran without drafts",
+    "history/broken_files": "could not read rollouts of another engine",
+    "draft/alarms": "acceptance dropped suddenly: the drafter may be broken",
+    "draft/restored": "a worker's drafter lost weights in a reload or during sleep; they were restored",
+    "draft/restore_failures": "could not keep or restore a drafter's weights",
+    "draft/hand_over_failures": "could not write hidden states for drafter training",
+    "draft/failures": "drafter training failed; it continued at the next step, or ended",
+    "engine/lost": "an engine was lost; other engines took its rollouts",
+    "learner/restarted": "the learner was lost; it was restarted from its state",
+    "rollout/quarantined_groups": "a group was dropped because its prompt may crash engines",
+    "engine/preemptions": "requests were preempted for lack of KV cache and recomputed",
+    "engine/metrics_failed": "an engine did not report its counters in time",
+    "sync/failed": "an engine did not accept a weight push",
+    "sync/refused": "a push was refused before it changed the model",
+    "checkpoint/failed": "could not write a checkpoint or data for a resumed run",
+}
+"""Metrics that count failures per step, and their meaning."""
+SINCE_START = {
+    "reward/failures": "the reward function raised an exception, timed out, exited or returned no finite number",
+    "draft/broken_buffer_files": "could not read files of drafter training",
+    "draft/checkpoints_failed": "could not write checkpoints of the drafter",
+    "metrics/sink_errors": "records that a sink did not accept",
+    "metrics/records_lost": "records that could not be written to metrics.jsonl",
+}
+"""Metrics that count failures since the start of the run, and their meaning."""
+
+
+def failure_rows(run: RecordedRun) -> list[tuple[str, str]]:
+    """Return failures that did not end the run, with their counts."""
+    totals = {key: float(np.nansum(run.series(key))) for key in PER_STEP}
+    totals |= {key: float(np.nan_to_num(run.series(key)).max()) for key in SINCE_START}
+    meaning = PER_STEP | SINCE_START
+    return [(key, f"{total:,.0f}: {meaning[key]}") for key, total in totals.items() if total > 0]
