@@ -17,7 +17,7 @@ from transformers import Qwen3ForCausalLM
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.lab.engines.v2_runner import v2_runner
 from paceline.rollout.engine import VllmEngine
-from paceline.types import Floats, Rollout, RolloutRequest
+from paceline.types import Floats, GroupId, Rollout, RolloutRequest
 
 V2_CONFIG = EngineConfig(
     dtype="float32",
@@ -72,7 +72,7 @@ class DrivenEngine:
         async def rollouts() -> list[Rollout]:
             requests = [
                 RolloutRequest(
-                    group_id=i,
+                    group_id=GroupId(i),
                     index=0,
                     prompt_ids=np.array(ids, np.int32),
                     max_tokens=max_tokens,

@@ -7,9 +7,10 @@ never written to.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,50 @@ VersionSpans = tuple[tuple[int, int], ...]
 
 DeviceKind = Literal["cpu", "gpu"]
 """What the processes of a run compute on."""
+
+
+Purpose = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupId:
+    """Identity of a group of rollouts. An aborted group is sampled again as another attempt.
+
+    Example: str(GroupId(17, attempt=1)) == "17.1/train"
+    """
+
+    number: int
+    """Position among the prompts of its purpose."""
+    _: KW_ONLY
+    attempt: int = 0
+    purpose: Purpose = "train"
+
+    def __str__(self) -> str:
+        return f"{self.number}.{self.attempt}/{self.purpose}"
+
+    @classmethod
+    def parse(cls, text: str) -> GroupId:
+        number, attempt, purpose = re.split("[./]", text)
+        return cls(int(number), attempt=int(attempt), purpose=cast("Purpose", purpose))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RolloutId:
+    """Identity of a rollout: its group and its index in the group.
+
+    Example: str(RolloutId(GroupId(17), 3)) == "17.0/train:3"
+    """
+
+    group_id: GroupId
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.group_id}:{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> RolloutId:
+        group_id, index = text.split(":")
+        return cls(GroupId.parse(group_id), int(index))
 
 
 class PacelineError(Exception):
@@ -72,9 +117,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """One response to be sampled: response `index` of group `group_id`. The pair is its identity for ever."""
+    """One response to sample."""
 
-    group_id: int
+    group_id: GroupId
     index: int
     prompt_ids: Tokens
     max_tokens: int
@@ -83,15 +128,15 @@ class RolloutRequest:
     """None leaves the draw to the engine's own stream, which is faster; a test that wants equal samples fixes it."""
 
     @property
-    def key(self) -> tuple[int, int]:
-        return (self.group_id, self.index)
+    def id(self) -> RolloutId:
+        return RolloutId(self.group_id, self.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
     """One sampled response with its behaviour log-probabilities and the policy versions that drew it."""
 
-    group_id: int
+    group_id: GroupId
     index: int
     prompt_ids: Tokens
     token_ids: Tokens
@@ -110,8 +155,8 @@ class Rollout:
     num_accepted: int = 0
 
     @property
-    def key(self) -> tuple[int, int]:
-        return (self.group_id, self.index)
+    def id(self) -> RolloutId:
+        return RolloutId(self.group_id, self.index)
 
     @property
     def policy_version(self) -> int:
@@ -128,7 +173,7 @@ class Rollout:
 class Group:
     """All rollouts of one prompt, in order of their index."""
 
-    group_id: int
+    group_id: GroupId
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
 
@@ -152,8 +197,7 @@ class Sample:
     """Those of the rollout; without any, all tokens count as drawn by the present policy."""
     engine: str = ""
     """Engine that drew the rollout: a mismatch of one engine has another cause than one of all."""
-    rollout_key: tuple[int, int] | None = None
-    """Group and index of the rollout."""
+    rollout_id: RolloutId | None = None
     old_logp: Floats | None = None
     """The learner's log-probabilities before the update. None: the loss uses `logp`, see correction.py."""
     weight: Floats | None = None
@@ -168,7 +212,7 @@ class Sample:
             advantage=advantage,
             version_spans=rollout.version_spans,
             engine=rollout.engine,
-            rollout_key=rollout.key,
+            rollout_id=rollout.id,
         )
 
     @classmethod
@@ -236,7 +280,7 @@ class Engine(Protocol):
         """Wait until at least one rollout has finished, then return all that have, each exactly once."""
         ...
 
-    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+    async def abort(self, ids: Sequence[RolloutId]) -> None:
         """Stop sampling rollouts that were submitted. One that has finished may be collected all the same."""
         ...
 

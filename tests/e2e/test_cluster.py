@@ -25,7 +25,7 @@ from paceline.cluster.placement import start_cluster
 from paceline.config import load_config
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.loop import Parts, train
-from paceline.types import Prompt
+from paceline.types import Prompt, RolloutId
 from random_policy import make_policy
 
 SMALL = [
@@ -96,7 +96,7 @@ async def stream_on(cluster, metrics) -> None:
     await train(parts, config, recorder)
     recorder.close()
     steps = [record["metrics"] for record in read_metrics(metrics)["step"]]
-    assert sorted((rollout.group_id % 2**48, rollout.index) for rollout in seen) == [
+    assert sorted((rollout.group_id.number, rollout.index) for rollout in seen) == [
         (group, index) for group in range(40) for index in range(4)
     ]
     assert all(sum(num for _, num in rollout.version_spans) == len(rollout.token_ids) for rollout in seen)
@@ -122,12 +122,12 @@ def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(tm
     model = make_policy(tmp_path / "model")
     config = load_config(None, [*SMALL, "speculation.drafter.kind=history", "speculation.max_draft_length=3"])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
-    seen: list[tuple[int, int]] = []
+    seen: list[RolloutId] = []
     orphans: list[psutil.Process] = []
     healed = asyncio.Event()
 
     async def score(groups):
-        seen.extend(rollout.key for group in groups for rollout in group.rollouts)
+        seen.extend(rollout.id for group in groups for rollout in group.rollouts)
         if len(seen) == 2 * 8 * 4:
             await asyncio.wait_for(healed.wait(), 600)  # a start takes longer than these small steps
         if len(seen) == 3 * 8 * 4:

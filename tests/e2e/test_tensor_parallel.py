@@ -25,7 +25,7 @@ from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters.checkpoint import with_own_embeddings
 from paceline.drafters.rounds import drafter_weights
 from paceline.orchestrator.generate import generate_all
-from paceline.types import Rollout, RolloutRequest
+from paceline.types import GroupId, Rollout, RolloutRequest
 from paceline.weights.message import Target
 from paceline.weights.shared_memory import ShmSender
 from random_policy import make_drafter, make_policy
@@ -67,7 +67,9 @@ class TwoWorkers:
 
     def sample(self) -> list[Rollout]:
         requests = [
-            RolloutRequest(group_id=i, index=0, prompt_ids=np.array(ids, np.int32), max_tokens=24, temperature=1.0)
+            RolloutRequest(
+                group_id=GroupId(i), index=0, prompt_ids=np.array(ids, np.int32), max_tokens=24, temperature=1.0
+            )
             for i, ids in enumerate(PROMPTS)
         ]
         return self.run(generate_all(self.engine, requests))

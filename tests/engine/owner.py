@@ -13,7 +13,7 @@ import psutil
 
 from paceline.config import EngineConfig
 from paceline.rollout.engine import VllmEngine
-from paceline.types import RolloutRequest
+from paceline.types import GroupId, RolloutRequest
 
 
 def children() -> list[int]:
@@ -25,7 +25,7 @@ def children() -> list[int]:
 async def main(model_path: Path, cpus: list[int]) -> None:
     config = EngineConfig(dtype="bfloat16", max_model_len=64, max_num_seqs=4, kv_cache_gb=0.05)
     request = RolloutRequest(
-        group_id=0, index=0, prompt_ids=np.array([5, 6, 7], np.int32), max_tokens=4, temperature=1.0
+        group_id=GroupId(0), index=0, prompt_ids=np.array([5, 6, 7], np.int32), max_tokens=4, temperature=1.0
     )
     engine = await VllmEngine.start("closed", model_path, config, seed=0, cpus=cpus[:1])
     await engine.submit([request])

@@ -23,7 +23,7 @@ from paceline.lab.arena.task import problems
 from paceline.lab.random_drafter import random_drafter
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.amx import has_amx
-from paceline.types import RolloutRequest, Tokens
+from paceline.types import GroupId, RolloutRequest, Tokens
 from paceline.weights.shared_memory import ShmSender
 from random_policy import make_drafter
 
@@ -77,7 +77,7 @@ async def generate(
 
 async def greedy(engine: VllmEngine, prompts: Sequence[Tokens], max_tokens: int) -> list[Tokens]:
     requests = [
-        RolloutRequest(group_id=i, index=0, prompt_ids=ids, max_tokens=max_tokens, temperature=0.0)
+        RolloutRequest(group_id=GroupId(i), index=0, prompt_ids=ids, max_tokens=max_tokens, temperature=0.0)
         for i, ids in enumerate(prompts)
     ]
     await engine.submit(requests)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from paceline.config import EngineConfig
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.pulse import STOPPED_S, vitals_of
-from paceline.types import EngineLostError, Rollout, RolloutRequest
+from paceline.types import EngineLostError, GroupId, Rollout, RolloutId, RolloutRequest
 from random_policy import make_policy
 
 TEMPERATURE = 0.7
@@ -39,7 +39,7 @@ def engine(
 def requests(*, groups: int, size: int, max_tokens: int = 24, seed: int | None = None) -> list[RolloutRequest]:
     return [
         RolloutRequest(
-            group_id=group,
+            group_id=GroupId(group),
             index=index,
             prompt_ids=np.arange(10 + group, 20 + 2 * group, dtype=np.int32),
             max_tokens=max_tokens,
@@ -51,15 +51,15 @@ def requests(*, groups: int, size: int, max_tokens: int = 24, seed: int | None =
     ]
 
 
-async def collect_all(engine: VllmEngine, number: int) -> dict[tuple[int, int], Rollout]:
+async def collect_all(engine: VllmEngine, number: int) -> dict[RolloutId, Rollout]:
     rollouts: list[Rollout] = []
     while len(rollouts) < number:
         rollouts += await engine.collect()
     assert len(rollouts) == number
-    return {rollout.key: rollout for rollout in rollouts}
+    return {rollout.id: rollout for rollout in rollouts}
 
 
-async def generate(engine: VllmEngine, wanted: Sequence[RolloutRequest]) -> dict[tuple[int, int], Rollout]:
+async def generate(engine: VllmEngine, wanted: Sequence[RolloutRequest]) -> dict[RolloutId, Rollout]:
     await engine.submit(wanted)
     return await collect_all(engine, len(wanted))
 
@@ -79,9 +79,9 @@ def test_groups_come_back_complete(runner: asyncio.Runner, engine: VllmEngine) -
     """A rollout that is lost, doubled or given the prompt of another group spoils the advantages of its group."""
     wanted = requests(groups=3, size=4)
     rollouts = runner.run(generate(engine, wanted))
-    assert set(rollouts) == {request.key for request in wanted}
+    assert set(rollouts) == {request.id for request in wanted}
     for request in wanted:
-        rollout = rollouts[request.key]
+        rollout = rollouts[request.id]
         assert rollout.prompt_ids.tolist() == request.prompt_ids.tolist()
         assert len(rollout.logp) == len(rollout.token_ids)
         ended = rollout.token_ids[-1] == 1
@@ -118,7 +118,7 @@ def test_seeded_prompts_beyond_one_step_do_not_kill_the_engine(runner: asyncio.R
     step."""
     wanted = [
         RolloutRequest(
-            group_id=i,
+            group_id=GroupId(i),
             index=0,
             prompt_ids=np.random.default_rng(i).integers(2, 96, 200).astype(np.int32),
             max_tokens=2,
@@ -141,7 +141,9 @@ def test_metrics_count_tokens(runner: asyncio.Runner, engine: VllmEngine) -> Non
 
 def test_prompt_without_room_is_refused(runner: asyncio.Runner, engine: VllmEngine) -> None:
     """vLLM would refuse it after half of the requests were queued."""
-    request = RolloutRequest(group_id=0, index=0, prompt_ids=np.full(256, 5, np.int32), max_tokens=4, temperature=1.0)
+    request = RolloutRequest(
+        group_id=GroupId(0), index=0, prompt_ids=np.full(256, 5, np.int32), max_tokens=4, temperature=1.0
+    )
     with pytest.raises(ValueError, match="prompt_ids: got 256 tokens"):
         runner.run(engine.submit([*requests(groups=1, size=1), request]))
     assert runner.run(engine.metrics())["engine/running_requests"] == 0
@@ -161,7 +163,7 @@ def test_paused_engine_stands_still_and_goes_on(runner: asyncio.Runner, engine: 
     """Weights written while the engine steps would be sampled from half-written."""
     wanted = requests(groups=2, size=8, max_tokens=200)
 
-    async def scenario() -> tuple[float, float, dict[tuple[int, int], Rollout]]:
+    async def scenario() -> tuple[float, float, dict[RolloutId, Rollout]]:
         paused_at = await pause_in_the_middle(engine, wanted)
         # EngineCore answers calls between steps: had it gone on stepping, these would have let it.
         for _ in range(20):
@@ -172,28 +174,28 @@ def test_paused_engine_stands_still_and_goes_on(runner: asyncio.Runner, engine: 
 
     paused_at, still_at, rollouts = runner.run(scenario())
     assert still_at == paused_at
-    assert set(rollouts) == {request.key for request in wanted}
+    assert set(rollouts) == {request.id for request in wanted}
 
 
 def test_aborted_rollouts_end_and_the_others_and_the_engine_go_on(runner: asyncio.Runner, engine: VllmEngine) -> None:
     """vLLM answers an abort like any other end, and that is how an engine that is torn down looks too."""
     wanted = requests(groups=2, size=8, max_tokens=200)
-    aborted = [request.key for request in wanted if request.group_id == wanted[0].group_id]
+    aborted = [request.id for request in wanted if request.group_id == wanted[0].group_id]
 
-    async def scenario() -> tuple[dict[tuple[int, int], Rollout], float, dict[tuple[int, int], Rollout]]:
+    async def scenario() -> tuple[dict[RolloutId, Rollout], float, dict[RolloutId, Rollout]]:
         await pause_in_the_middle(engine, wanted)
-        early = {rollout.key: rollout for rollout in engine._finished}
+        early = {rollout.id: rollout for rollout in engine._finished}
         await engine.abort(aborted)
-        await engine.abort([(10**6, 0)])  # nothing that it knows
+        await engine.abort([RolloutId(GroupId(10**6), 0)])  # nothing that it knows
         await engine.resume()
         rest = await collect_all(engine, len(wanted) - len([key for key in aborted if key not in early]))
         running = (await engine.metrics())["engine/running_requests"]
         return rest, running, await generate(engine, wanted)
 
     rest, running, again = runner.run(scenario())
-    assert {request.key for request in wanted if request.key not in aborted} <= set(rest)
+    assert {request.id for request in wanted if request.id not in aborted} <= set(rest)
     assert running == 0
-    assert set(again) == {request.key for request in wanted}
+    assert set(again) == {request.id for request in wanted}
 
 
 def test_rollout_across_a_sync_knows_both_versions(
@@ -202,7 +204,7 @@ def test_rollout_across_a_sync_knows_both_versions(
     """New weights drop every cached prefix, also those that requests in flight hold; the requests must survive that."""
     wanted = requests(groups=2, size=8, max_tokens=200)
 
-    async def scenario() -> tuple[dict[tuple[int, int], Rollout], dict[tuple[int, int], Rollout]]:
+    async def scenario() -> tuple[dict[RolloutId, Rollout], dict[RolloutId, Rollout]]:
         await pause_in_the_middle(engine, wanted)
         await engine.on_new_weights(7)
         await engine.resume()
@@ -242,7 +244,7 @@ def test_engine_of_one_core_stays_on_it_and_rests_at_once(
 def test_sleeping_engine_wakes_and_generates(runner: asyncio.Runner, engine: VllmEngine) -> None:
     """A lease of an idle engine must not cost the engine."""
 
-    async def scenario() -> dict[tuple[int, int], Rollout]:
+    async def scenario() -> dict[RolloutId, Rollout]:
         await engine.sleep()
         await engine.wake()
         return await generate(engine, requests(groups=1, size=2))

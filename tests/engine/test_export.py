@@ -26,7 +26,7 @@ from paceline.drafters.trainer import DrafterTrainer, Schedule
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.hidden_states import HiddenStateTap
 from paceline.rollout.engine import VllmEngine
-from paceline.types import Rollout, RolloutRequest, Sample, Tokens
+from paceline.types import GroupId, Rollout, RolloutRequest, Sample, Tokens
 from random_policy import END_TOKEN, VOCABULARY
 
 STOCK = Path(__file__).with_name("stock.py")
@@ -107,7 +107,7 @@ async def inside_paceline(
     try:
         await engine.submit(
             [
-                RolloutRequest(group_id=i, index=0, prompt_ids=ids, max_tokens=MAX_TOKENS, temperature=0.0)
+                RolloutRequest(group_id=GroupId(i), index=0, prompt_ids=ids, max_tokens=MAX_TOKENS, temperature=0.0)
                 for i, ids in enumerate(prompts)
             ]
         )

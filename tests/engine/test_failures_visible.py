@@ -19,7 +19,7 @@ from paceline.orchestrator.members import Members
 from paceline.plan.simulate import SimulatedLearner, score_by_parity
 from paceline.report.run import write_report
 from paceline.rollout.engine import VllmEngine
-from paceline.types import Prompt, Receipt, RolloutRequest
+from paceline.types import GroupId, Prompt, Receipt, RolloutRequest
 
 DRAFT_LENGTH = 3
 SETTINGS = [
@@ -141,7 +141,9 @@ def test_draft_limit_stops_speculation_and_allows_it_again(runner: asyncio.Runne
         await engine.set_draft_limit(limit)
         before = await engine.metrics()
         wanted = [
-            RolloutRequest(group_id=0, index=index, prompt_ids=prompt.token_ids, max_tokens=60, temperature=0.0)
+            RolloutRequest(
+                group_id=GroupId(0), index=index, prompt_ids=prompt.token_ids, max_tokens=60, temperature=0.0
+            )
             for index, prompt in enumerate(islice(prompts(), 4))
         ]
         await engine.submit(wanted)

@@ -19,7 +19,7 @@ from paceline.fp8 import KvScales, Sharding
 from paceline.lab.engines.faults import allow_faults
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.amx import has_amx
-from paceline.types import Receipt, RolloutRequest
+from paceline.types import GroupId, Receipt, RolloutRequest
 from paceline.weights.fingerprint import mismatched
 from paceline.weights.message import Push
 from paceline.weights.shared_memory import ShmSender
@@ -58,7 +58,12 @@ class Wire:
 
         async def rollout() -> list[float]:
             request = RolloutRequest(
-                group_id=0, index=0, prompt_ids=np.arange(10, 42, dtype=np.int32), max_tokens=8, temperature=1.0, seed=1
+                group_id=GroupId(0),
+                index=0,
+                prompt_ids=np.arange(10, 42, dtype=np.int32),
+                max_tokens=8,
+                temperature=1.0,
+                seed=1,
             )
             await self.engine.submit([request])
             (found,) = await self.engine.collect()

@@ -23,6 +23,7 @@ from paceline.rollout.internals import (
 )
 from paceline.rollout.internals.drafter_model import loads_apart
 from paceline.rollout.internals.model_runner import planned_runner
+from paceline.types import GroupId, RolloutId
 
 pytest.importorskip("vllm", reason="asks the installed vLLM")
 
@@ -144,7 +145,7 @@ def test_request_ids_keep_ours_before_a_hyphen() -> None:
     from vllm.v1.engine import input_processor
 
     assert "-{random_uuid()" in inspect.getsource(input_processor)
-    assert request_ids.rollout_key("12:3-8f2a") == (12, 3)
+    assert request_ids.rollout_id("12.0/train:3-8f2a") == RolloutId(GroupId(12), 3)
 
 
 def test_rejection_sampler_takes_our_metadata() -> None:

@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 from paceline.config import EngineConfig
 from paceline.rollout.engine import VllmEngine
-from paceline.types import Rollout, RolloutRequest
+from paceline.types import GroupId, Rollout, RolloutRequest
 from paceline.weights.message import Push
 from paceline.weights.shared_memory import ShmSender
 
@@ -63,7 +63,12 @@ class Run:
 def request(index: int, seed: int) -> RolloutRequest:
     prompt_ids = np.array(PROMPT, np.int32)
     return RolloutRequest(
-        group_id=seed, index=index, prompt_ids=prompt_ids, max_tokens=400, temperature=1.0, seed=100 * seed + index
+        group_id=GroupId(seed),
+        index=index,
+        prompt_ids=prompt_ids,
+        max_tokens=400,
+        temperature=1.0,
+        seed=100 * seed + index,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from paceline.config import EngineConfig, FixedSelector, HistoryDrafter, SpeculationConfig
 from paceline.rollout.arguments import engine_args
 from paceline.rollout.engine import VllmEngine
-from paceline.types import Rollout, RolloutRequest
+from paceline.types import GroupId, Rollout, RolloutId, RolloutRequest
 
 DRAFT_LENGTH = 4
 
@@ -53,7 +53,7 @@ def epoch(*, temperature: float, first_token: int, groups: int = 3, size: int = 
     """More requests than the engine takes at once, of different lengths, so that rows are moved and reused."""
     return [
         RolloutRequest(
-            group_id=group,
+            group_id=GroupId(group),
             index=index,
             prompt_ids=np.array([first_token, group + 2, 7, 8, 9], np.int32),
             max_tokens=20 + 5 * index,
@@ -65,12 +65,12 @@ def epoch(*, temperature: float, first_token: int, groups: int = 3, size: int = 
     ]
 
 
-async def generate(engine: VllmEngine, wanted: list[RolloutRequest]) -> dict[tuple[int, int], Rollout]:
+async def generate(engine: VllmEngine, wanted: list[RolloutRequest]) -> dict[RolloutId, Rollout]:
     await engine.submit(wanted)
     rollouts: list[Rollout] = []
     while len(rollouts) < len(wanted):
         rollouts += await engine.collect()
-    return {rollout.key: rollout for rollout in rollouts}
+    return {rollout.id: rollout for rollout in rollouts}
 
 
 async def figures(engine: VllmEngine) -> dict[str, float]:

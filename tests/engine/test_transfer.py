@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 from paceline.config import EngineConfig
 from paceline.rollout.engine import VllmEngine
-from paceline.types import Floats, Receipt, Rollout, RolloutRequest, Tokens
+from paceline.types import Floats, GroupId, Receipt, Rollout, RolloutRequest, Tokens
 from paceline.weights.deliver import join
 from paceline.weights.distributed import DistributedSender
 from paceline.weights.message import Push
@@ -56,7 +56,12 @@ class Wire:
         async def rollouts() -> list[Rollout]:
             requests = [
                 RolloutRequest(
-                    group_id=i, index=0, prompt_ids=np.array(ids, np.int32), max_tokens=24, temperature=1.0, seed=3
+                    group_id=GroupId(i),
+                    index=0,
+                    prompt_ids=np.array(ids, np.int32),
+                    max_tokens=24,
+                    temperature=1.0,
+                    seed=3,
                 )
                 for i, ids in enumerate(PROMPTS)
             ]
@@ -199,7 +204,12 @@ def test_push_in_the_middle_of_rollouts_keeps_them(wire: Wire) -> None:
 
     async def overlap() -> list[Rollout]:
         request = RolloutRequest(
-            group_id=0, index=0, prompt_ids=np.array(PROMPTS[0], np.int32), max_tokens=100, temperature=1.0, seed=None
+            group_id=GroupId(0),
+            index=0,
+            prompt_ids=np.array(PROMPTS[0], np.int32),
+            max_tokens=100,
+            temperature=1.0,
+            seed=None,
         )
         await wire.engine.submit([replace(request, index=i) for i in range(4)])
         assert (await wire.engine.receive(push)).ok

@@ -19,7 +19,7 @@ from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, Specul
 from paceline.learner.fsdp import FsdpLearner
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
-from paceline.types import RolloutRequest
+from paceline.types import GroupId, RolloutRequest
 from paceline.weights.message import Push
 from paceline.weights.shared_memory import ShmSender
 from random_policy import END_TOKEN, make_mtp_policy, make_policy
@@ -51,7 +51,7 @@ class Speculating:
         """What it says, and the share of its drafts that was accepted."""
         prompts = [np.array(ids, np.int32) for ids in PROMPTS]
         requests = [
-            RolloutRequest(group_id=i, index=0, prompt_ids=ids, max_tokens=MAX_TOKENS, temperature=0.0)
+            RolloutRequest(group_id=GroupId(i), index=0, prompt_ids=ids, max_tokens=MAX_TOKENS, temperature=0.0)
             for i, ids in enumerate(prompts)
         ]
         rollouts = self.run(generate_all(self.engine, requests))

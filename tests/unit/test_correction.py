@@ -21,7 +21,7 @@ from paceline.learner.correction import (
     weights,
     worst_tokens,
 )
-from paceline.types import Sample
+from paceline.types import GroupId, RolloutId, Sample
 
 KINDS = get_args(CorrectionConfig.model_fields["kind"].annotation)
 any_ratio = st.floats(allow_nan=True, allow_infinity=True, width=32)
@@ -37,14 +37,14 @@ def config(kind: str, **values: float) -> CorrectionConfig:
     return CorrectionConfig.model_validate({"kind": kind, **values})
 
 
-def sample_of(logp: list[float], *, engine: str = "a", key: tuple[int, int] = (0, 0)) -> Sample:
+def sample_of(logp: list[float], *, engine: str = "a", index: int = 0) -> Sample:
     return Sample(
         token_ids=np.arange(100, 103 + len(logp), dtype=np.int32),
         num_prompt_tokens=3,
         logp=np.array(logp, np.float32),
         advantage=1.0,
         engine=engine,
-        rollout_key=key,
+        rollout_id=RolloutId(GroupId(7), index),
     )
 
 
@@ -194,12 +194,12 @@ def test_gaps_are_told_apart_by_engine() -> None:
 
 
 def test_worst_tokens_come_with_their_context_and_a_nan_first() -> None:
-    samples = [sample_of([-1.0, -1.0], key=(7, 0)), sample_of([-1.0, math.nan, -1.0], key=(7, 1))]
+    samples = [sample_of([-1.0, -1.0], index=0), sample_of([-1.0, math.nan, -1.0], index=1)]
     learner_logp = [np.array(row, np.float32) for row in ([-1.0, -4.0], [-1.0, -1.0, -1.1])]
     ratios = Ratios.of([s.logp for s in samples], learner_logp)
     first, second = worst_tokens(samples, learner_logp, ratios, num=2)
-    assert (first["rollout"], first["place"], first["token"]) == ((7, 1), 1, 104)
-    assert (second["rollout"], second["before"], second["after"]) == ((7, 0), [100, 101, 102, 103], [])
+    assert (first["rollout"], first["place"], first["token"]) == ("7.0/train:1", 1, 104)
+    assert (second["rollout"], second["before"], second["after"]) == ("7.0/train:0", [100, 101, 102, 103], [])
     assert worst_tokens([], [], Ratios.of([], [])) == []
 
 

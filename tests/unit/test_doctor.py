@@ -27,7 +27,7 @@ from paceline.doctor.setup import Setup
 from paceline.drafters.kinds import KINDS
 from paceline.drafters.provenance import Evaluation, write_evaluation
 from paceline.files import write_checksums
-from paceline.types import Rollout
+from paceline.types import GroupId, Rollout
 from random_policy import make_drafter, make_policy, save_tokenizer
 
 
@@ -332,7 +332,7 @@ def test_a_drafter_that_the_run_will_train_is_not_looked_for(config: Config) -> 
 def rollout(*, logp: float = -1.0, accepted: int = 3) -> Rollout:
     ids = np.zeros(8, np.int32)
     return Rollout(
-        group_id=0,
+        group_id=GroupId(0),
         index=0,
         prompt_ids=ids,
         token_ids=ids,

@@ -9,13 +9,14 @@ import numpy as np
 
 from paceline.orchestrator.generate import generate_all, generate_on_all, generate_until
 from paceline.plan.simulate import SimulatedEngine, run_virtual
-from paceline.types import Rollout, RolloutRequest
+from paceline.types import GroupId, Rollout, RolloutRequest
 
 
 def requests(*numbers: int) -> list[RolloutRequest]:
     prompt_ids = np.zeros(4, np.int32)
     return [
-        RolloutRequest(group_id=n, index=0, prompt_ids=prompt_ids, max_tokens=100, temperature=1.0) for n in numbers
+        RolloutRequest(group_id=GroupId(n), index=0, prompt_ids=prompt_ids, max_tokens=100, temperature=1.0)
+        for n in numbers
     ]
 
 
@@ -28,21 +29,21 @@ class RecordingEngine(SimulatedEngine):
     most_in_flight: int
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        self.submitted += [request.group_id for request in requests]
+        self.submitted += [request.group_id.number for request in requests]
         await super().submit(requests)
         self.most_in_flight = max(self.most_in_flight, len(self._running) + len(self._waiting))
 
 
 def make_engine(name: str = "engine") -> RecordingEngine:
     engine = RecordingEngine(
-        name=name, length_of=lambda r: 10 - r.group_id % 10, max_num_seqs=3, seconds_per_token=0.01
+        name=name, length_of=lambda r: 10 - r.group_id.number % 10, max_num_seqs=3, seconds_per_token=0.01
     )
     engine.submitted, engine.most_in_flight = [], 0
     return engine
 
 
 def keys(rollouts: Sequence[Rollout]) -> list[int]:
-    return [rollout.group_id for rollout in rollouts]
+    return [rollout.group_id.number for rollout in rollouts]
 
 
 def test_all_come_in_the_order_of_their_keys() -> None:

@@ -11,7 +11,7 @@ from paceline.config import CorrectionConfig, GuardConfig, load_config
 from paceline.files import verify_checksums
 from paceline.learner.correction import EngineGap
 from paceline.learner.guard import GuardDecision, GuardState, Rung, decide, least_correction, save_batch
-from paceline.types import Sample
+from paceline.types import GroupId, RolloutId, Sample
 
 CONFIG = GuardConfig(calibration_steps=4, hold_steps=3, max_pushes=2)
 CLEAN = 3e-5
@@ -173,13 +173,13 @@ def test_a_saved_batch_can_be_read_without_pickle_and_checked(tmp_path: Path) ->
         advantage=1.0,
         version_spans=((1, 1), (2, 1)),
         engine="engine-1",
-        rollout_key=(4, 1),
+        rollout_id=RolloutId(GroupId(4), 1),
     )
     file = save_batch(tmp_path / "stopped", [sample, sample], [np.zeros(2, np.float32)] * 2)
     assert verify_checksums(tmp_path / "stopped")
     with np.load(file, allow_pickle=False) as saved:
         assert saved["token_ids"].tolist() == [*range(5), *range(5)]
         assert saved["engine"].tolist() == ["engine-1"] * 2
-        assert saved["rollout_key"].tolist() == [[4, 1]] * 2
+        assert saved["rollout_id"].tolist() == ["4.0/train:1"] * 2
         assert saved["version_spans"].tolist() == [[0, 1, 1], [0, 2, 1], [1, 1, 1], [1, 2, 1]]
         assert np.isnan(saved["engine_logp"][[1, 3]]).all()

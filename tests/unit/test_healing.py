@@ -124,7 +124,7 @@ class Found:
 
     def check_every_rollout_counts_once(self, num_groups: int) -> None:
         for step, batch in enumerate(self.batches):
-            keys = [sample.rollout_key for sample in batch]
+            keys = [sample.rollout_id for sample in batch]
             assert len(set(keys)) == len(keys) == num_groups * 4
             assert all(sample.version_spans[0][0] == step for sample in batch), "sampled from another policy"
 
@@ -241,14 +241,14 @@ def test_prompt_that_kills_engines_is_left_out_and_nothing_else_is(tmp_path: Pat
     """Rollouts of the fifth prompt kill whatever they are submitted to."""
 
     def fate(name: str) -> dict[str, Any]:
-        return {"poison": lambda request: request.group_id == 5}
+        return {"poison": lambda request: request.group_id.number == 5}
 
     run = simulate(tmp_path, num_engines=4, settings=["run.steps=30"], fate=fate)
     (quarantined,) = run.events("prompt_quarantined")
     assert quarantined["prompt"] == "simulated/5"
     assert sum(run.series("rollout/quarantined_groups")) == 1
     assert len(run.batches[0]) == 7 * 4 and all(len(batch) == 8 * 4 for batch in run.batches[1:])
-    assert 5 not in {sample.rollout_key[0] for sample in run.batches[0] if sample.rollout_key is not None}
+    assert 5 not in {sample.rollout_id.group_id.number for sample in run.batches[0] if sample.rollout_id is not None}
     assert run.series("fleet/engines")[-1] == 4, "engines were given up for it"
 
 
@@ -257,7 +257,7 @@ def test_prompt_in_quarantine_is_not_sampled_in_the_next_epoch(tmp_path: Path) -
     prompts = chain.from_iterable(repeat(epoch, 100))
 
     def fate(name: str) -> dict[str, Any]:
-        return {"poison": lambda request: request.group_id % 8 == 5}
+        return {"poison": lambda request: request.group_id.number % 8 == 5}
 
     run = simulate(tmp_path, num_engines=4, settings=["run.steps=4"], fate=fate, prompts=iter(prompts))
     assert [len(batch) for batch in run.batches] == [28] * 4

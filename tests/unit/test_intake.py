@@ -20,10 +20,9 @@ from paceline.orchestrator.online_drafter import Off
 from paceline.orchestrator.recovery import Recovery
 from paceline.orchestrator.rewards import Scoring
 from paceline.plan.simulate import SimulatedEngine, finished_rollout, run_virtual, score_by_parity, simulated_prompts
-from paceline.types import Group, Prompt, Rollout, RolloutRequest
+from paceline.types import Group, GroupId, Prompt, Rollout, RolloutId, RolloutRequest
 
 Lengths = Callable[[RolloutRequest], int]
-TRIES = 2**48
 
 
 def config_of(*settings: str) -> Config:
@@ -53,7 +52,7 @@ class Streamed:
 class DeafEngine(SimulatedEngine):
     """Does not hear that it should abort: it finishes and delivers what nobody wants any more."""
 
-    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+    async def abort(self, ids: Sequence[RolloutId]) -> None:
         return
 
 
@@ -120,12 +119,15 @@ def _drop_one(fleet: Fleet, found: Streamed) -> None:
 def random_lengths(seed: int, *, median: float = 40.0, sigma: float = 1.0) -> Lengths:
     """Every try of every rollout draws a length of its own."""
     return lambda request: int(
-        np.random.default_rng((seed, request.group_id, request.index)).lognormal(np.log(median), sigma) + 1
+        np.random.default_rng((seed, request.group_id.number, request.index, request.group_id.attempt)).lognormal(
+            np.log(median), sigma
+        )
+        + 1
     )
 
 
 def one_long(position: int, length: int = 1000) -> Lengths:
-    return lambda request: length if request.group_id == position else 10
+    return lambda request: length if request.group_id == GroupId(position) else 10
 
 
 def test_a_synchronous_run_has_the_numbers_seeds_and_order_that_follow_from_step_and_place():
@@ -133,10 +135,10 @@ def test_a_synchronous_run_has_the_numbers_seeds_and_order_that_follow_from_step
     found = stream(config_of("rollout.engine.deterministic=true", "run.seed=3"), random_lengths(0))
     assert [list(groups) for groups in found.taken] == [list(range(4 * step, 4 * step + 4)) for step in range(6)]
     assert [[group.group_id for group in groups.values()] for groups in found.taken] == [
-        list(range(4 * step, 4 * step + 4)) for step in range(6)
+        [GroupId(position) for position in range(4 * step, 4 * step + 4)] for step in range(6)
     ]
     for request in found.requests:
-        step, place = divmod(request.group_id, 4)
+        step, place = divmod(request.group_id.number, 4)
         seed = np.random.SeedSequence((3, 0, step + 1, place, request.index)).generate_state(1)[0]
         assert request.seed == seed
     assert {age for step in range(1, 7) for age in found.ages(step)} == {0}
@@ -186,8 +188,10 @@ def test_whatever_happens_nothing_is_too_old_lost_or_taken_twice(seed, too_old):
     assert max(max(found.ages(step), default=0) for step in range(1, 16)) <= max_age
     for groups in found.taken:
         for position, group in groups.items():
-            assert group.group_id % TRIES == position
-            assert [rollout.key for rollout in group.rollouts] == [(group.group_id, 0), (group.group_id, 1)]
+            assert group.group_id.number == position
+            assert [rollout.id for rollout in group.rollouts] == [
+                RolloutId(group.group_id, index) for index in range(2)
+            ]
 
 
 def test_nobody_waits_for_what_is_aborted_and_its_late_answers_are_not_taken():
@@ -197,30 +201,33 @@ def test_nobody_waits_for_what_is_aborted_and_its_late_answers_are_not_taken():
         found = stream(config_of(*settings), one_long(0, 200), num_engines=1, slots=16, engine=engine)
         assert found.positions() == list(range(24))
         (group,) = [groups[0] for groups in found.taken if 0 in groups]
-        assert group.group_id == TRIES and all(len(rollout.token_ids) == 10 for rollout in group.rollouts)
+        assert group.group_id == GroupId(0, attempt=1) and all(
+            len(rollout.token_ids) == 10 for rollout in group.rollouts
+        )
         assert max(found.waited_s) < 0.5
         assert found.num_refused == (2 if engine is DeafEngine else 0)
 
 
 def test_an_aborted_rollout_that_was_not_submitted_never_is():
     """An abort must not overtake the request that it is about."""
-    submitted: list[tuple[int, int]] = []
-    aborted: list[tuple[int, int]] = []
+    submitted: list[RolloutId] = []
+    aborted: list[RolloutId] = []
 
     class Slow(SimulatedEngine):
         async def submit(self, requests: Sequence[RolloutRequest]) -> None:
             await asyncio.sleep(0.05)
-            submitted.extend(request.key for request in requests)
+            submitted.extend(request.id for request in requests)
             await super().submit(requests)
 
-        async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
-            assert set(keys) <= set(submitted), "aborted before it was submitted"
-            aborted.extend(keys)
-            await super().abort(keys)
+        async def abort(self, ids: Sequence[RolloutId]) -> None:
+            assert set(ids) <= set(submitted), "aborted before it was submitted"
+            finished = {rollout.id for rollout in self._finished}  # the engine may still deliver these
+            aborted.extend(one for one in ids if one not in finished)
+            await super().abort(ids)
 
         async def collect(self) -> Sequence[Rollout]:
             rollouts = await super().collect()
-            assert not {rollout.key for rollout in rollouts} & set(aborted)
+            assert not {rollout.id for rollout in rollouts} & set(aborted)
             return rollouts
 
     config = config_of("run.max_age=1", "run.too_old=abort", "run.steps=20")
@@ -238,9 +245,9 @@ def test_an_engine_counts_as_idle_only_when_it_has_aborted_what_it_should():
             engines[self.name] = self
             await super().submit(requests)
 
-        async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+        async def abort(self, ids: Sequence[RolloutId]) -> None:
             await asyncio.sleep(2.0)
-            await super().abort(keys)
+            await super().abort(ids)
 
     class Watching(Off):
         def on_drained(self, engine: str) -> None:
@@ -286,7 +293,9 @@ class Remembering(Recovery):
         if position not in self._versions:
             return None
         requests = [
-            RolloutRequest(group_id=position, index=i, prompt_ids=prompt.token_ids, max_tokens=9, temperature=1.0)
+            RolloutRequest(
+                group_id=GroupId(position), index=i, prompt_ids=prompt.token_ids, max_tokens=9, temperature=1.0
+            )
             for i in range(2)
         ]
         version = self._versions[position]
@@ -294,7 +303,7 @@ class Remembering(Recovery):
             finished_rollout(request, 5, engine="e", started_s=0.0, version=version, version_end=version)
             for request in requests
         ]
-        return Group(group_id=position, prompt=prompt, rollouts=tuple(rollouts))
+        return Group(group_id=GroupId(position), prompt=prompt, rollouts=tuple(rollouts))
 
 
 def test_what_was_in_flight_is_not_begun_before_the_steps_that_come_again_are_through():
@@ -306,4 +315,4 @@ def test_what_was_in_flight_is_not_begun_before_the_steps_that_come_again_are_th
     assert [list(groups) for groups in found.taken[:3]] == list(taken.values())
     assert found.positions() == list(range(24))
     assert max(max(found.ages(step)) for step in range(1, 7)) <= 2
-    assert {request.group_id for request in found.requests} == {8, 9, 10, 11, *range(16, 24)}
+    assert {request.group_id.number for request in found.requests} == {8, 9, 10, 11, *range(16, 24)}

@@ -28,7 +28,7 @@ from paceline.plan.simulate import (
     score_by_parity,
     simulated_prompts,
 )
-from paceline.types import Group, PacelineError, Receipt, Rollout, Sample
+from paceline.types import Group, GroupId, PacelineError, Receipt, Rollout, Sample
 
 SMALL = [
     "run.steps=3",
@@ -115,7 +115,7 @@ def reward_workers(num_workers: int, seconds: float):
     async def one(rollout: Rollout) -> float:
         async with slots:
             await asyncio.sleep(seconds)
-            scored.append(rollout.group_id)
+            scored.append(rollout.group_id.number)
             return float(rollout.index % 2)
 
     slots = asyncio.Semaphore(num_workers)
@@ -141,12 +141,12 @@ def test_a_failed_reward_ends_the_run_and_stops_the_rewards_of_other_groups(tmp_
     cancelled: list[int] = []
 
     async def score(groups: Sequence[Group]) -> list[list[float]]:
-        if groups[0].group_id == 3:
+        if groups[0].group_id == GroupId(3):
             raise PacelineError("the reward of group 3 failed")
         try:
             return await asyncio.Future()
         except asyncio.CancelledError:
-            cancelled.append(groups[0].group_id)
+            cancelled.append(groups[0].group_id.number)
             raise
 
     with pytest.raises(PacelineError, match="group 3"):

@@ -42,7 +42,7 @@ from paceline.rollout.stepped import SteppedBatch
 from paceline.selector import select
 from paceline.selector.cost import Step
 from paceline.selector.cost_file import Conditions, Costs, save_costs
-from paceline.types import RolloutRequest
+from paceline.types import GroupId, RolloutRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "paceline"
@@ -487,7 +487,8 @@ def test_each_arm_of_the_arena_is_predicted_from_costs_in_its_own_precision() ->
     full = cost_file(truth, batches=(1, 8, 32, 64), context=64)
     prompt = np.zeros(10, np.int32)
     requests = [
-        RolloutRequest(group_id=n, index=0, prompt_ids=prompt, max_tokens=20 * n, temperature=1.0) for n in range(1, 9)
+        RolloutRequest(group_id=GroupId(n), index=0, prompt_ids=prompt, max_tokens=20 * n, temperature=1.0)
+        for n in range(1, 9)
     ]
     warm_up = dict.fromkeys(plan_arena.ARMS, batch())
     warm_up |= {"selector": batch((50, 6e-4), (30, 4e-4)), "fp8 selector": batch((80, 5e-4))}

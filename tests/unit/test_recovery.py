@@ -26,7 +26,7 @@ from paceline.plan.simulate import (
     long_tailed_lengths,
     simulated_prompts,
 )
-from paceline.types import Group, Prompt, RolloutRequest, Sample
+from paceline.types import Group, Prompt, RolloutId, RolloutRequest, Sample
 from random_policy import make_policy
 
 SETTINGS = [
@@ -49,9 +49,7 @@ class ReplayedLearner(SimulatedLearner):
         object.__setattr__(self, "policy", [])
 
     async def update(self, samples: Sequence[Sample]):
-        self.policy.append(
-            [[list(s.rollout_key or ()), s.token_ids.tolist(), s.logp.tolist(), s.advantage] for s in samples]
-        )
+        self.policy.append([[str(s.rollout_id), s.token_ids.tolist(), s.logp.tolist(), s.advantage] for s in samples])
         return await super().update(samples)
 
     async def save_state(self, path: str) -> None:
@@ -158,7 +156,8 @@ def test_a_run_that_was_ended_anywhere_samples_scores_and_learns_everything_once
     assert second.recovery.step in (0, 2, 4)
     learnt = second.learner.policy
     assert learnt[: len(first.learner.policy)] == first.learner.policy, "a step that came again took other groups"
-    positions = sorted((key[0] % 2**48, key[1]) for batch in learnt for key, *_ in batch)
+    ids = [RolloutId.parse(name) for batch in learnt for name, *_ in batch]
+    positions = sorted((one.group_id.number, one.index) for one in ids)
     assert positions == [(group, index) for group in range(24) for index in range(2)]
     if not max_age:  # what finishes first is no chance either
         assert learnt == whole.learner.policy
@@ -166,7 +165,7 @@ def test_a_run_that_was_ended_anywhere_samples_scores_and_learns_everything_once
         # What had finished together with its group is not sampled again.
         assert len(whole.requests) == 48
         done = max(num_groups, 4 * second.recovery.step)
-        assert len({request.key for request in second.requests}) == len(second.requests) <= 48 - 2 * done
+        assert len({request.id for request in second.requests}) == len(second.requests) <= 48 - 2 * done
     assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
     left = [file.name[:13] for file in (tmp_path / "run" / "batches").glob("step-*")]
     assert sorted(left) == ["step-00000005", "step-00000006"], "the others are covered by both checkpoints"
@@ -241,7 +240,7 @@ def test_a_damaged_checkpoint_costs_time_and_no_rollout(tmp_path):
     assert second.learner.policy == whole.learner.policy
     # Batches 3 and 4 come from the log, and so do those groups of batch 5 that had finished.
     assert logged >= set(range(8, 16))
-    sampled = sorted(request.key for request in second.requests)
+    sampled = sorted((request.group_id.number, request.index) for request in second.requests)
     assert sampled == [(group, index) for group in range(16, 24) if group not in logged for index in range(2)]
     assert (tmp_path / "run" / "state" / "broken-step-00000004").is_dir()
 

@@ -18,7 +18,7 @@ from paceline.cluster.proxies import RemoteEngine
 from paceline.cluster.remote_learner import RemoteLearner
 from paceline.cluster.resources import object_store_bytes
 from paceline.config import EngineConfig, LearnerConfig, load_config
-from paceline.types import DraftBin, EngineLostError, PacelineError, Receipt, Rollout
+from paceline.types import DraftBin, EngineLostError, GroupId, PacelineError, Receipt, Rollout
 from paceline.weights.message import Push
 
 FAR_S = 5000.0
@@ -56,7 +56,7 @@ class FakeActor:
         nothing = np.empty(0, np.int32)
         return [
             Rollout(
-                group_id=0,
+                group_id=GroupId(0),
                 index=0,
                 prompt_ids=nothing,
                 token_ids=nothing,

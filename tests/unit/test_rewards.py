@@ -22,7 +22,7 @@ from paceline.learner.objective import is_trained_on
 from paceline.metrics import Recorder
 from paceline.orchestrator.reward_pool import RewardPool, find_reward
 from paceline.orchestrator.rewards import open_scorer
-from paceline.types import Group, PacelineError, Prompt, Rollout
+from paceline.types import Group, GroupId, PacelineError, Prompt, Rollout
 
 
 class ListSink:
@@ -47,7 +47,7 @@ def group_of(*completions: str, row: Mapping[str, Any] | None = None) -> Group:
     prompt = Prompt(id="train/7", text="p", token_ids=np.array([112], np.int32), row=row or {})
     rollouts = [
         Rollout(
-            group_id=0,
+            group_id=GroupId(0),
             index=index,
             prompt_ids=prompt.token_ids,
             token_ids=np.asarray([ord(letter) for letter in completion], np.int32),
@@ -60,7 +60,7 @@ def group_of(*completions: str, row: Mapping[str, Any] | None = None) -> Group:
         )
         for index, completion in enumerate(completions)
     ]
-    return Group(group_id=0, prompt=prompt, rollouts=tuple(rollouts))
+    return Group(group_id=GroupId(0), prompt=prompt, rollouts=tuple(rollouts))
 
 
 def score(data: JsonlData, *groups: Group, sink: ListSink | None = None) -> list[list[float]]:

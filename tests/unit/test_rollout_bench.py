@@ -29,7 +29,7 @@ from paceline.measure import Result, paired
 from paceline.rollout import stepped
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, Turn, lockstep
 from paceline.selector.cost import Step
-from paceline.types import RolloutRequest
+from paceline.types import GroupId, RolloutRequest
 
 
 def step(num_requests: int, k: int, seconds: float, emitted_each: int) -> Step:
@@ -102,20 +102,20 @@ def test_groups_keep_the_lengths_of_the_policy_on_prompts_with_longer_answers():
     """Siblings share a prompt; a length cut to what a prompt allows would cut off the tail."""
     prompt = np.array([3], np.int32)
     candidates = [
-        RolloutRequest(group_id=g, index=i, prompt_ids=prompt + g, max_tokens=640, temperature=1.0)
+        RolloutRequest(group_id=GroupId(g), index=i, prompt_ids=prompt + g, max_tokens=640, temperature=1.0)
         for g in range(4)
         for i in range(2)
     ]
     lengths_DC = np.array([[20, 30, 100, 120, 400, 500, 700, 640], [25, 28, 90, 130, 420, 480, 600, 640]])
     found = give_group_lengths(candidates, lengths_DC, [60, 20, 500, 300], 2)
     assert [request.max_tokens for request in found] == [60, 20, 500, 300]
-    assert [(request.group_id, request.index) for request in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(request.group_id.number, request.index) for request in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [int(request.prompt_ids[0]) for request in found] == [4, 4, 6, 6], "75 % of 90 is near 60, of 600 near 500"
 
 
 def test_prompts_of_siblings_that_were_cached_are_counted():
     prompt = np.arange(33, dtype=np.int32)
-    request = RolloutRequest(group_id=0, index=0, prompt_ids=prompt, max_tokens=4, temperature=1.0)
+    request = RolloutRequest(group_id=GroupId(0), index=0, prompt_ids=prompt, max_tokens=4, temperature=1.0)
     read = replace(step(2, 0, 0.1, 1), num_prefill_tokens=32)
     assert _prefill_saved(RequestSet([request] * 2, frozenset()), batch(1, [read])) == pytest.approx(0.5)
 
@@ -218,7 +218,9 @@ def test_arms_take_turns_within_the_batch():
 def test_tokens_past_the_end_are_counted():
     """A response that goes on after its end may be easier to draft; the reader must know how much of the work that
     is."""
-    request = RolloutRequest(group_id=0, index=0, prompt_ids=np.array([3], np.int32), max_tokens=4, temperature=1.0)
+    request = RolloutRequest(
+        group_id=GroupId(0), index=0, prompt_ids=np.array([3], np.int32), max_tokens=4, temperature=1.0
+    )
     work = RequestSet([request] * 3, frozenset({1}))
     done = SteppedBatch(
         seconds=1,
@@ -240,11 +242,12 @@ def test_batch_has_the_lengths_of_the_policy():
     wanted = np.quantile(lengths_DC[:, :64], (np.arange(64) + 0.5) / 64)
     prompt = np.array([3], np.int32)
     candidates = [
-        RolloutRequest(group_id=g, index=0, prompt_ids=prompt, max_tokens=640, temperature=1.0) for g in range(128)
+        RolloutRequest(group_id=GroupId(g), index=0, prompt_ids=prompt, max_tokens=640, temperature=1.0)
+        for g in range(128)
     ]
     found = give_lengths(candidates, lengths_DC, wanted.tolist())
     assert len({request.group_id for request in found}) == 64
-    assert all(request.max_tokens < lengths_DC[:, request.group_id].min() for request in found)
+    assert all(request.max_tokens < lengths_DC[:, request.group_id.number].min() for request in found)
     assert max(request.max_tokens for request in found) == pytest.approx(wanted.max(), rel=0.1)
     assert sum(request.max_tokens for request in found) == pytest.approx(wanted.sum(), rel=0.15)
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.lab.bench.store_faults import count_missed_flips, count_unreadable
 from paceline.orchestrator.batch_log import BatchLog, Taken
 from paceline.orchestrator.store import BrokenCheckpointError, Store, verify
-from paceline.types import Group, Prompt, Rollout
+from paceline.types import Group, GroupId, Prompt, Rollout
 
 NUM_KILLS = int(os.environ.get("PACELINE_NUM_KILLS", "20"))
 
@@ -110,7 +110,7 @@ def make_group(number: int) -> Group:
     prompt, rng = make_prompt(number), np.random.default_rng(number)
     rollouts = tuple(
         Rollout(
-            group_id=number,
+            group_id=GroupId(number),
             index=index,
             prompt_ids=prompt.token_ids,
             token_ids=rng.integers(0, 99, 5 + index).astype(np.int32),
@@ -124,7 +124,7 @@ def make_group(number: int) -> Group:
         )
         for index in range(2)
     )
-    return Group(group_id=number, prompt=prompt, rollouts=rollouts)
+    return Group(group_id=GroupId(number), prompt=prompt, rollouts=rollouts)
 
 
 def test_logged_groups_come_back_bit_for_bit_on_the_new_clock(tmp_path):
@@ -136,7 +136,7 @@ def test_logged_groups_come_back_bit_for_bit_on_the_new_clock(tmp_path):
         assert one.logp.tobytes() == other.logp.tobytes() and one.token_ids.tobytes() == other.token_ids.tobytes()
         assert one.logp.dtype == np.float32 and one.token_ids.dtype == np.int32
         assert (one.started_s, one.finished_s) == (8.5, 9.25)
-        assert (one.key, one.engine, one.version_spans) == (other.key, "engine-1", other.version_spans)
+        assert (one.id, one.engine, one.version_spans) == (other.id, "engine-1", other.version_spans)
         assert one.num_accepted == other.num_accepted
 
 

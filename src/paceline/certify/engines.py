@@ -45,7 +45,7 @@ from paceline.rollout.internals.model_runner import planned_runner
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.internals.sampler_fix import mend_sampler
 from paceline.rollout.sampler import refuse_lossy
-from paceline.types import Prompt, Rollout, RolloutRequest, Tokens
+from paceline.types import GroupId, Prompt, Rollout, RolloutRequest, Tokens
 
 _FEWEST_DRAFTED = 1000
 
@@ -166,7 +166,7 @@ def _engine_part(found: Findings, subject: Subject, effort: Effort, context: Con
     tokens = min(effort.tokens, subject.config.rollout.max_tokens)
     requests = [
         RolloutRequest(
-            group_id=which,
+            group_id=GroupId(which),
             index=index,
             prompt_ids=prompt.token_ids,
             max_tokens=tokens,
@@ -182,7 +182,10 @@ def _engine_part(found: Findings, subject: Subject, effort: Effort, context: Con
             generate(subject, subject.config.rollout.engine, requests, speculate=name == "with", seed=seed)
         )
     tables = [
-        [_padded([rollout for rollout in arm if rollout.group_id == which], tokens) for which in range(len(prompts))]
+        [
+            _padded([rollout for rollout in arm if rollout.group_id.number == which], tokens)
+            for which in range(len(prompts))
+        ]
         for arm in arms.values()
     ]
     context.progress("engines: two-sample test")

@@ -15,7 +15,7 @@ from paceline.config import LearnerConfig, ObjectiveConfig
 from paceline.context import Context
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.objective import Mismatch, mismatch
-from paceline.types import Rollout, RolloutRequest, Sample, Tokens
+from paceline.types import GroupId, Rollout, RolloutId, RolloutRequest, Sample, Tokens
 
 _LOGP_LIMIT = 1e-4
 _TIE = 1e-4
@@ -32,7 +32,9 @@ def learner_part(found: Findings, subject: Subject, effort: Effort, context: Con
     prompts = [subject.prompts[i % len(subject.prompts)] for i in range(effort.long_rollouts)]
     sampled, greedy = (
         [
-            RolloutRequest(group_id=base + i, index=0, prompt_ids=prompt.token_ids, max_tokens=tokens, temperature=heat)
+            RolloutRequest(
+                group_id=GroupId(base + i), index=0, prompt_ids=prompt.token_ids, max_tokens=tokens, temperature=heat
+            )
             for i, prompt in enumerate(prompts)
         ]
         for base, heat in ((0, temperature), (_GREEDY, 0.0))
@@ -41,7 +43,7 @@ def learner_part(found: Findings, subject: Subject, effort: Effort, context: Con
     speaking, steps = asyncio.run(
         generate(subject, config, [*sampled, *greedy], speculate=True, seed=2 * subject.seed + 3)
     )
-    rollouts = [rollout for rollout in speaking if rollout.group_id < _GREEDY]
+    rollouts = [rollout for rollout in speaking if rollout.group_id.number < _GREEDY]
     plain: list[Rollout] = []
     if not shift_logp:
         context.progress(f"fp32: {len(greedy)} greedy rollouts without speculation")
@@ -57,7 +59,7 @@ def learner_part(found: Findings, subject: Subject, effort: Effort, context: Con
         context.progress(f"fp32: scoring {sum(len(rollout.token_ids) for rollout in rollouts)} tokens with the learner")
         _score(found, learner, rollouts, steps, shift_logp=shift_logp)
         if not shift_logp:
-            _greedy(found, learner, [r for r in speaking if r.group_id >= _GREEDY], plain, temperature)
+            _greedy(found, learner, [r for r in speaking if r.group_id.number >= _GREEDY], plain, temperature)
     finally:
         learner.close()
 
@@ -66,7 +68,7 @@ def _score(
     found: Findings,
     learner: FsdpLearner,
     rollouts: Sequence[Rollout],
-    steps: Mapping[tuple[int, int], Sequence[tuple[int, int]]],
+    steps: Mapping[RolloutId, Sequence[tuple[int, int]]],
     *,
     shift_logp: bool,
 ) -> None:
@@ -77,7 +79,7 @@ def _score(
         engine_logp_T = np.nan_to_num(rollout.logp, nan=_NOT_A_LOGP, neginf=_NOT_A_LOGP)
         if shift_logp:
             engine_logp_T = np.roll(engine_logp_T, 1)
-        class_T = np.array(token_classes(steps[rollout.key], len(rollout.token_ids)))
+        class_T = np.array(token_classes(steps[rollout.id], len(rollout.token_ids)))
         for name in CLASSES:
             gaps[name] = gaps[name].merge(mismatch(engine_logp_T[class_T == name], logp_T[class_T == name]))
     for name in ("accepted", "recovered", "bonus"):
@@ -104,7 +106,7 @@ def _greedy(
         either = [_sample(rollout, position + 1) for rollout in (mine, theirs)]
         first, second = (float(logp_T[-1]) for logp_T in learner.logp(either).logp)
         gap = abs(first - second) * temperature
-        partings.append({"rollout": mine.group_id - _GREEDY, "position": position, "logit_gap": gap})
+        partings.append({"rollout": mine.group_id.number - _GREEDY, "position": position, "logit_gap": gap})
     ties = sum(parting["logit_gap"] < _TIE for parting in partings)
     found.add("greedy_differences", len(partings) - ties, ("<=", 0.0))
     found.add("greedy_ties", ties)

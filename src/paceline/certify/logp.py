@@ -22,7 +22,7 @@ from paceline.learner.objective import Mismatch, mismatch
 from paceline.measure import Result, environment
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
-from paceline.types import Floats, Prompt, Rollout, RolloutRequest, Sample
+from paceline.types import Floats, GroupId, Prompt, Rollout, RolloutRequest, Sample
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -81,7 +81,7 @@ async def _sample(
         for first in range(0, len(prompts), 16):
             requests = [
                 RolloutRequest(
-                    group_id=first + i,
+                    group_id=GroupId(first + i),
                     index=0,
                     prompt_ids=prompt.token_ids,
                     max_tokens=config.max_tokens,

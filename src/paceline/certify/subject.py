@@ -17,9 +17,9 @@ from paceline.measure import Goal
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.model_runner import Runner
-from paceline.rollout.internals.request_ids import rollout_key
+from paceline.rollout.internals.request_ids import rollout_id
 from paceline.rollout.speculation import own_settings
-from paceline.types import PacelineError, Prompt, Rollout, RolloutRequest
+from paceline.types import PacelineError, Prompt, Rollout, RolloutId, RolloutRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class Subject:
 
 async def generate(
     subject: Subject, config: EngineConfig, requests: Sequence[RolloutRequest], *, speculate: bool, seed: int
-) -> tuple[list[Rollout], dict[tuple[int, int], list[tuple[int, int]]]]:
+) -> tuple[list[Rollout], dict[RolloutId, list[tuple[int, int]]]]:
     """Rollouts in order of their key; and of each, drafts and emitted tokens step by step."""
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory, "steps.jsonl")
@@ -159,7 +159,7 @@ async def generate(
         finally:
             await engine.close()
         steps = read_trace(trace) if trace.is_file() else {}
-    return sorted(rollouts, key=lambda rollout: rollout.key), steps
+    return sorted(rollouts, key=lambda rollout: rollout.id), steps
 
 
 async def _check_runner(subject: Subject, engine: VllmEngine) -> None:
@@ -180,10 +180,10 @@ def _speculation(subject: Subject, config: EngineConfig) -> SpeculationConfig:
     return speculation.model_copy(update={"drafter": drafter})
 
 
-def read_trace(trace: Path) -> dict[tuple[int, int], list[tuple[int, int]]]:
+def read_trace(trace: Path) -> dict[RolloutId, list[tuple[int, int]]]:
     """(draft tokens, emitted tokens) of each step of each rollout, from the scheduler's trace."""
-    steps: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    steps: dict[RolloutId, list[tuple[int, int]]] = defaultdict(list)
     for _, record in read_jsonl(trace, strict=True):
         for request_id, num_drafts, num_emitted in record["requests"]:
-            steps[rollout_key(request_id)].append((num_drafts, num_emitted))
+            steps[rollout_id(request_id)].append((num_drafts, num_emitted))
     return steps

@@ -50,7 +50,7 @@ def _tune(options: argparse.Namespace, context: Context) -> int:
     from paceline.rollout.speculation import check_drafter
     from paceline.selector.cost_file import save_costs
     from paceline.sessions import tune as session
-    from paceline.types import RolloutRequest
+    from paceline.types import GroupId, RolloutRequest
 
     if options.out.exists():
         raise ValueError(f"--out: got {options.out}, which exists; must be new")
@@ -62,7 +62,7 @@ def _tune(options: argparse.Namespace, context: Context) -> int:
     room = engine.max_model_len - session.room(speculation.max_draft_length)
     requests = [
         RolloutRequest(
-            group_id=number,
+            group_id=GroupId(number),
             index=0,
             prompt_ids=prompt.token_ids[-room:],
             max_tokens=1,

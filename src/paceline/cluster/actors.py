@@ -24,7 +24,7 @@ from paceline.files import remove_directory
 from paceline.fp8 import Sharding
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.hidden_states import HiddenStateWriter, HiddenStateWriterSettings
-from paceline.types import DeviceKind, Floats, PacelineError, Receipt, Rollout, RolloutRequest, Sample
+from paceline.types import DeviceKind, Floats, PacelineError, Receipt, Rollout, RolloutId, RolloutRequest, Sample
 from paceline.weights.deliver import join
 from paceline.weights.distributed import DistributedSender, GroupAddress, host_store, join_store
 from paceline.weights.message import Push
@@ -72,8 +72,8 @@ class EngineActor:
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         await self._engine.submit(requests)
 
-    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
-        await self._engine.abort(keys)
+    async def abort(self, ids: Sequence[RolloutId]) -> None:
+        await self._engine.abort(ids)
 
     async def collect(self, wait_s: float) -> Sequence[Rollout]:
         # The task outlives a poll that found nothing: cancelling it could drop rollouts that it had just taken.

@@ -24,6 +24,7 @@ from paceline.types import (
     PacelineError,
     Receipt,
     Rollout,
+    RolloutId,
     RolloutRequest,
 )
 from paceline.weights.distributed import GroupAddress
@@ -86,8 +87,8 @@ class RemoteEngine:
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
         await self._answer("submit", self.actor.submit.remote(list(requests)))
 
-    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
-        await self._answer("abort", self.actor.abort.remote(list(keys)))
+    async def abort(self, ids: Sequence[RolloutId]) -> None:
+        await self._answer("abort", self.actor.abort.remote(list(ids)))
 
     async def collect(self) -> Sequence[Rollout]:
         while True:

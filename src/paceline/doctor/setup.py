@@ -39,7 +39,7 @@ from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.platform import on_cpu
 from paceline.sessions import workloads
 from paceline.sessions.train import load_tokenizer
-from paceline.types import Prompt, Rollout, RolloutRequest, Sample
+from paceline.types import GroupId, Prompt, Rollout, RolloutRequest, Sample
 from paceline.weights.check import TensorSpec, inventory
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ class Setup:
         longest = self.config.rollout.engine.max_model_len
         requests = [
             RolloutRequest(
-                group_id=index,
+                group_id=GroupId(index),
                 index=0,
                 prompt_ids=prompt.token_ids,
                 max_tokens=min(room, longest - len(prompt.token_ids) - 1),

@@ -288,7 +288,7 @@ def worst_tokens(
         at = sample.num_prompt_tokens + place
         records.append(
             {
-                "rollout": sample.rollout_key,
+                "rollout": None if sample.rollout_id is None else str(sample.rollout_id),
                 "engine": sample.engine,
                 "place": place,
                 "token": int(sample.token_ids[at]),

@@ -283,7 +283,7 @@ def save_batch(directory: Path, samples: Sequence[Sample], learner_logp: Sequenc
                 [(i, *span) for i, sample in enumerate(samples) for span in sample.version_spans], np.int64
             ).reshape(-1, 3),
             engine=np.array([sample.engine for sample in samples]),
-            rollout_key=np.array([sample.rollout_key or (-1, -1) for sample in samples]),
+            rollout_id=np.array([str(sample.rollout_id or "") for sample in samples]),
         )
         write_checksums(partial)
     return directory / "batch.npz"

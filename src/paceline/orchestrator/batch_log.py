@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from paceline.files import atomic_file, private_directory, remove_partials, sha256_of
-from paceline.types import Group, Prompt, Rollout
+from paceline.types import Group, GroupId, Prompt, Rollout
 
 _ARRAYS = ("prompt_ids", "token_ids", "logp")
 _TIMES = ("started_s", "finished_s")
-_SCALARS = tuple(field.name for field in fields(Rollout) if field.name not in _ARRAYS)
+_SCALARS = tuple(field.name for field in fields(Rollout) if field.name not in (*_ARRAYS, "group_id"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class BatchLog:
         scalars = [{name: getattr(rollout, name) for name in _SCALARS} for rollout in rollouts]
         for row in scalars:
             row |= {name: row[name] - self._began_s for name in _TIMES}
-        metadata = {"prompt": group.prompt.id, "rollouts": json.dumps(scalars)}
+        metadata = {"group_id": str(group.group_id), "prompt": group.prompt.id, "rollouts": json.dumps(scalars)}
         self._write(f"group-{position:08d}", ".safetensors", save(tensors, metadata))
 
     def group(self, position: int, prompt: Prompt) -> Group | None:
@@ -134,11 +134,12 @@ class BatchLog:
             )
         ends = np.cumsum(tensors["lengths"])[:-1]
         tokens, logp = np.split(tensors["token_ids"], ends), np.split(tensors["logp"], ends)
+        group_id = GroupId.parse(metadata["group_id"])
         rollouts = [
-            self._rollout(row, prompt, tokens[index], logp[index])
+            self._rollout(row | {"group_id": group_id}, prompt, tokens[index], logp[index])
             for index, row in enumerate(json.loads(metadata["rollouts"]))
         ]
-        return Group(group_id=rollouts[0].group_id, prompt=prompt, rollouts=tuple(rollouts))
+        return Group(group_id=group_id, prompt=prompt, rollouts=tuple(rollouts))
 
     def _rollout(self, row: dict[str, Any], prompt: Prompt, token_ids: Any, logp: Any) -> Rollout:
         changed: dict[str, Any] = {name: row[name] + self._began_s for name in _TIMES}

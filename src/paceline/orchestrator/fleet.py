@@ -23,16 +23,24 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.orchestrator.groups import Batch, GroupListener, Sampling
-from paceline.orchestrator.ledger import Dropped, Key, Ledger
+from paceline.orchestrator.ledger import Dropped, Ledger
 from paceline.orchestrator.members import Members
-from paceline.types import Engine, EngineLostError, Group, PacelineError, Prompt, Rollout, RolloutRequest
+from paceline.types import (
+    Engine,
+    EngineLostError,
+    Group,
+    GroupId,
+    PacelineError,
+    Prompt,
+    Rollout,
+    RolloutId,
+    RolloutRequest,
+)
 
 LeavesListener = Callable[[str, str, int], None]
 """Is called with an engine that was lost, the reason, and how many rollouts it has given back."""
 _MOST_LENGTHS = 2**16
 """Prompts whose lengths are remembered; a larger dataset comes around too rarely for more."""
-_BEYOND_STEPS = 1 << 40
-"""First number of groups that are not trained on: evaluations."""
 
 
 class Lessor(Protocol):
@@ -57,7 +65,7 @@ class _Mailbox:
 
     engine: Engine
     outbox: list[RolloutRequest] = field(default_factory=list)
-    aborts: list[Key] = field(default_factory=list)
+    aborts: list[RolloutId] = field(default_factory=list)
     """Rollouts that it has in vain."""
     mail: asyncio.Event = field(default_factory=asyncio.Event)
     work: asyncio.Event = field(default_factory=asyncio.Event)
@@ -96,9 +104,9 @@ class Fleet:
         self._ties = 0
         self._closing: set[asyncio.Task[None]] = set()
         self._batches: dict[int, Batch] = {}
-        self._batch_of: dict[int, int] = {}
+        self._batch_of: dict[GroupId, int] = {}
         self._next_batch = 0
-        self._next_group = _BEYOND_STEPS
+        self._num_evaluated = 0
         self._mean_length: dict[str, float] = {}
         self._typical_length = 0.0
 
@@ -124,22 +132,20 @@ class Fleet:
         prompts: Sequence[Prompt],
         sampling: Sampling,
         *,
-        first_group: int | None = None,
+        group_ids: Sequence[GroupId] | None = None,
         places: Sequence[int] | None = None,
         listener: GroupListener | None = None,
     ) -> Batch:
         """Start sampling a batch; older batches go first.
 
-        A group's number, and the seeds of its rollouts, follow from `first_group` and its place behind it, so that a
-        rollout keeps its identity when its run goes on after an interruption. By default places count from 0, and
-        numbers are such that are not trained on.
+        The rollouts of a group are seeded by its place, by default its index. Groups without ids are evaluated.
         """
         batch_id, self._next_batch = self._next_batch, self._next_batch + 1
-        if first_group is None:
-            first_group, self._next_group = self._next_group, self._next_group + len(prompts)
+        if group_ids is None:
+            first, self._num_evaluated = self._num_evaluated, self._num_evaluated + len(prompts)
+            group_ids = [GroupId(first + index, purpose="eval") for index in range(len(prompts))]
         places = range(len(prompts)) if places is None else places
-        group_ids = tuple(first_group + place for place in places)
-        batch = Batch(total=len(prompts) * sampling.group_size, group_ids=group_ids, listener=listener)
+        batch = Batch(total=len(prompts) * sampling.group_size, group_ids=tuple(group_ids), listener=listener)
         self._batches[batch_id] = batch
         for place, group_id, prompt in zip(places, group_ids, prompts, strict=True):
             if prompt.id in self._quarantined:
@@ -168,14 +174,14 @@ class Fleet:
         self._dispatch()
         return batch
 
-    def abort(self, group_id: int) -> None:
+    def abort(self, group_id: GroupId) -> None:
         """Give an open group up: engines stop sampling it, and what they finish all the same is not taken."""
         dropped = self.ledger.drop(group_id)
-        for name, keys in dropped.assigned.items():
+        for name, ids in dropped.assigned.items():
             mailbox = self._mailboxes[name]
-            unsent = {request.key for request in mailbox.outbox}.intersection(keys)
-            mailbox.outbox = [request for request in mailbox.outbox if request.key not in unsent]
-            mailbox.aborts += [key for key in keys if key not in unsent]
+            unsent = {request.id for request in mailbox.outbox}.intersection(ids)
+            mailbox.outbox = [request for request in mailbox.outbox if request.id not in unsent]
+            mailbox.aborts += [one for one in ids if one not in unsent]
             mailbox.mail.set()
             self._note_load(name)
         self._leave_out(dropped)

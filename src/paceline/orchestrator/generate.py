@@ -10,26 +10,26 @@ from paceline.types import Engine, Rollout, RolloutRequest
 
 
 async def generate_all(engine: Engine, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-    """Submit everything at once; returns the rollouts in the order of their keys."""
+    """Submit everything at once; returns the rollouts in the order of their ids."""
     await engine.submit(requests)
     rollouts: list[Rollout] = []
     while len(rollouts) < len(requests):
         rollouts += await engine.collect()
-    return sorted(rollouts, key=lambda rollout: rollout.key)
+    return sorted(rollouts, key=lambda rollout: rollout.id)
 
 
 async def generate_on_all(engines: Sequence[Engine], requests: Sequence[RolloutRequest]) -> list[Rollout]:
-    """Share the requests out between engines; returns the rollouts in the order of their keys."""
+    """Share the requests out between engines; returns the rollouts in the order of their ids."""
     shares = [requests[index :: len(engines)] for index in range(len(engines))]
     parts = await asyncio.gather(*map(generate_all, engines, shares))
-    return sorted((rollout for part in parts for rollout in part), key=lambda rollout: rollout.key)
+    return sorted((rollout for part in parts for rollout in part), key=lambda rollout: rollout.id)
 
 
 async def generate_until(
     engine: Engine, requests: Iterator[RolloutRequest], *, min_tokens: int, max_in_flight: int
 ) -> list[Rollout]:
     """Keep `max_in_flight` requests at the engine until the finished rollouts have `min_tokens` tokens; returns
-    rollouts in the order of their keys. Every rollout that was begun is finished: dropping those still running would
+    rollouts in the order of their ids. Every rollout that was begun is finished: dropping those still running would
     drop the long ones."""
     rollouts: list[Rollout] = []
     num_submitted = num_tokens = 0
@@ -40,7 +40,7 @@ async def generate_until(
                 await engine.submit(fresh)
                 num_submitted += len(fresh)
         if len(rollouts) == num_submitted:
-            return sorted(rollouts, key=lambda rollout: rollout.key)
+            return sorted(rollouts, key=lambda rollout: rollout.id)
         finished = await engine.collect()
         rollouts += finished
         num_tokens += sum(len(rollout.token_ids) for rollout in finished)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from paceline.config import Config
-from paceline.types import Group
+from paceline.types import Group, GroupId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class GroupListener(Protocol):
         """A group has finished."""
         ...
 
-    def on_dropped(self, group_id: int) -> None:
+    def on_dropped(self, group_id: GroupId) -> None:
         """A group will not be finished."""
         ...
 
@@ -60,9 +60,9 @@ class Batch:
     """Groups that were opened together, in the order of their prompts; those that were dropped are missing."""
 
     total: int
-    group_ids: tuple[int, ...]
+    group_ids: tuple[GroupId, ...]
     listener: GroupListener | None = None
-    groups: dict[int, Group] = field(default_factory=dict)
+    groups: dict[GroupId, Group] = field(default_factory=dict)
     done: int = 0
     num_tokens: int = 0
     finished: asyncio.Event = field(default_factory=asyncio.Event)

@@ -12,7 +12,7 @@ n groups and nothing older than `max_age`, so after a step
     at most (max_age - a) n of the groups left may have the age a or more,        for a = 1 .. max_age,
 
 because just so many can still be taken in time. Where more have it, some of them are due: the learner waits for them
-(`run.too_old = "wait"`), or they are aborted and opened again, as another try with a number of its own ("abort"). With
+(`run.too_old = "wait"`), or they are aborted and opened again, as another attempt ("abort"). With
 max_age 0 all groups of a step are due, and this is synchronous training.
 
 If engines begin all that is opened at once, the rule leaves no choice, and groups are taken in the order in which they
@@ -35,11 +35,7 @@ from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.prompt_stream import PromptStream
 from paceline.orchestrator.recovery import Recovery
 from paceline.orchestrator.rewards import Scoring
-from paceline.types import Group, Prompt
-
-_NEXT_TRY = 1 << 48
-"""What is added to the number of a group for every try after the first. Rollouts of two tries differ in their identity,
-so an answer that comes too late cannot be taken for another."""
+from paceline.types import Group, GroupId, Prompt
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +43,7 @@ class _Untaken:
     """A group that no step has taken."""
 
     prompt: Prompt
-    group_id: int
+    group_id: GroupId
     began: int | None = None
     """Policy version of its oldest token, or the oldest that it can have; None until an engine has some of it."""
     group: Group | None = None
@@ -114,7 +110,7 @@ class Intake:
         self._held = sorted(set(self._held).difference(wanted))
         for portion, positions in groupby(wanted, lambda position: position // self._size):
             sampling = Sampling.to_train(self._config, 0, portion + 1)
-            self._sample(list(positions), sampling, first_group=portion * self._size)
+            self._sample(list(positions), sampling)
 
     async def take(self, step: int) -> dict[int, Group]:
         """Wait for what this step trains on; returns it in the order of the prompts. A step that comes again takes what
@@ -135,13 +131,13 @@ class Intake:
         return {position: group for position, group in taken.items() if group is not None}
 
     def on_group(self, group: Group) -> None:
-        position = group.group_id % _NEXT_TRY
+        position = group.group_id.number
         self._finish(position, group, None)
         self._recovery.keep(position, group)
         self._news.set()
 
-    def on_dropped(self, group_id: int) -> None:
-        position = group_id % _NEXT_TRY
+    def on_dropped(self, group_id: GroupId) -> None:
+        position = group_id.number
         del self._open[position]
         self._newly_dropped.append(position)
         self._news.set()
@@ -154,16 +150,21 @@ class Intake:
         """Open a group, unless it was dropped in a step that comes again."""
         if any(position in taken.dropped for taken in self._recovery.taken.values()):
             return
-        self._open[position] = _Untaken(prompt=prompt, group_id=position)
+        self._open[position] = _Untaken(prompt=prompt, group_id=GroupId(position))
         if (group := self._recovery.logged(position, prompt)) is not None:
             self._finish(position, group, self._recovery.logged_rewards(position))
         else:
             self._held.append(position)
 
-    def _sample(self, positions: Sequence[int], sampling: Sampling, *, first_group: int) -> None:
-        prompts = [self._open[position].prompt for position in positions]
-        places = [position % self._size for position in positions]
-        self._fleet.open(prompts, sampling, first_group=first_group, places=places, listener=self)
+    def _sample(self, positions: Sequence[int], sampling: Sampling) -> None:
+        opened = [self._open[position] for position in positions]
+        self._fleet.open(
+            [group.prompt for group in opened],
+            sampling,
+            group_ids=[group.group_id for group in opened],
+            places=[position % self._size for position in positions],
+            listener=self,
+        )
 
     def _finish(self, position: int, group: Group, rewards: list[float] | None) -> None:
         self._scoring.begin(position, group, rewards)
@@ -215,7 +216,7 @@ class Intake:
         opened = self._open[position]
         self._fleet.abort(opened.group_id)
         self._journal.metrics.add("rollout/aborted_groups", Sum(1))
-        opened.group_id, opened.began = opened.group_id + _NEXT_TRY, None
-        attempt, portion = opened.group_id // _NEXT_TRY, position // self._size
-        sampling = Sampling.to_train(self._config, 2, attempt, portion + 1)
-        self._sample([position], sampling, first_group=attempt * _NEXT_TRY + portion * self._size)
+        # Late rollouts of the aborted attempt have another id, so they are not accepted.
+        opened.group_id, opened.began = GroupId(position, attempt=opened.group_id.attempt + 1), None
+        sampling = Sampling.to_train(self._config, 2, opened.group_id.attempt, position // self._size + 1)
+        self._sample([position], sampling)

@@ -99,7 +99,7 @@ class Journal:
         }  # idle and lost ones as well
         index_of = {name: index for index, name in enumerate(sorted(names))}
         columns = {
-            "group": [rollout.group_id for rollout in rollouts],
+            "group": [str(rollout.group_id) for rollout in rollouts],
             "index": [rollout.index for rollout in rollouts],
             "engine": [index_of[rollout.engine] for rollout in rollouts],
             "start_s": [round(rollout.started_s - self.run_began_s, 4) for rollout in rollouts],

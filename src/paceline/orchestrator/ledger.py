@@ -1,6 +1,6 @@
 """Which rollout of which group is where: every rollout is counted exactly once, whatever dies in between.
 
-A rollout's identity is (group_id, index). It is pending, assigned to one engine, or done. An engine that is lost
+A rollout is pending, assigned to one engine, or done. An engine that is lost
 gives its unfinished rollouts back to the queue; what it delivers afterwards is not taken (it may have been sampled
 from a half-written policy, and its rollouts are assigned elsewhere by then). Pure logic: no clock, no I/O, no engine.
 
@@ -20,9 +20,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.types import Group, Prompt, Rollout, RolloutRequest
-
-Key = tuple[int, int]
+from paceline.types import Group, GroupId, Prompt, Rollout, RolloutId, RolloutRequest
 
 MAX_LOSSES = 2
 """Engines that may be lost with a rollout before it is a suspect."""
@@ -30,7 +28,7 @@ MAX_LOSSES = 2
 
 @dataclass(slots=True)
 class _OpenGroup:
-    group_id: int
+    group_id: GroupId
     prompt: Prompt
     rank: tuple[int, float]
     """Batch, and expected length with a minus: what is less goes first."""
@@ -47,12 +45,12 @@ class _OpenGroup:
 class Dropped:
     """A group that will not be finished."""
 
-    group_id: int
+    group_id: GroupId
     prompt: Prompt
     num_done: int
     """Rollouts of it that were taken."""
     num_rollouts: int
-    assigned: Mapping[str, Sequence[Key]]
+    assigned: Mapping[str, Sequence[RolloutId]]
     """Rollouts of it that engines have, by engine."""
 
 
@@ -63,17 +61,17 @@ class Ledger:
     num_duplicates: int = 0
     """Deliveries that were not taken: of a rollout that was done, or from an engine that it was not assigned to."""
     num_redispatched: int = 0
-    _groups: dict[int, _OpenGroup] = field(default_factory=dict)
-    _free: list[tuple[tuple[int, float], int, int]] = field(default_factory=list)
+    _groups: dict[GroupId, _OpenGroup] = field(default_factory=dict)
+    _free: list[tuple[tuple[int, float], int, GroupId]] = field(default_factory=list)
     """Rank, age and number of groups that no engine goes on with. Here and below an entry may be of the past."""
-    _taken: list[tuple[tuple[int, float], int, int]] = field(default_factory=list)
-    _group_of: dict[str, int] = field(default_factory=dict)
+    _taken: list[tuple[tuple[int, float], int, GroupId]] = field(default_factory=list)
+    _group_of: dict[str, GroupId] = field(default_factory=dict)
     """The group that each engine goes on with."""
     _num_pending: int = 0
     _suspects: list[tuple[tuple[int, float], int, RolloutRequest]] = field(default_factory=list)
-    _assigned: dict[Key, tuple[str, RolloutRequest]] = field(default_factory=dict)
-    _by_engine: dict[str, set[Key]] = field(default_factory=dict)
-    _losses: dict[Key, int] = field(default_factory=dict)
+    _assigned: dict[RolloutId, tuple[str, RolloutRequest]] = field(default_factory=dict)
+    _by_engine: dict[str, set[RolloutId]] = field(default_factory=dict)
+    _losses: dict[RolloutId, int] = field(default_factory=dict)
     _age: int = 0
 
     @property
@@ -88,7 +86,9 @@ class Ledger:
         """Add one group; all requests carry the same group_id, and their indices count from 0."""
         group_id = requests[0].group_id
         assert group_id not in self._groups, f"group {group_id} is open"
-        assert [r.key for r in requests] == [(group_id, i) for i in range(len(requests))], "indices count from 0"
+        assert [r.id for r in requests] == [RolloutId(group_id, i) for i in range(len(requests))], (
+            "indices count from 0"
+        )
         self._groups[group_id] = group = _OpenGroup(
             group_id, prompt, (batch, -expected_length), deque(requests), [None] * len(requests), len(requests)
         )
@@ -106,26 +106,28 @@ class Ledger:
         else:
             return None
         group.has_begun = True
-        self._assigned[request.key] = (engine, request)
-        self._by_engine.setdefault(engine, set()).add(request.key)
+        rollout_id = request.id
+        self._assigned[rollout_id] = (engine, request)
+        self._by_engine.setdefault(engine, set()).add(rollout_id)
         return request
 
     def accept(self, rollout: Rollout, engine: str) -> bool:
         """Take a rollout that `engine` delivered; False when it is not that engine's to deliver (any more)."""
-        assignment = self._assigned.get(rollout.key)
+        rollout_id = rollout.id
+        assignment = self._assigned.get(rollout_id)
         if assignment is None or assignment[0] != engine:
             self.num_duplicates += 1
             return False
-        del self._assigned[rollout.key]
-        self._by_engine[engine].remove(rollout.key)
-        self._losses.pop(rollout.key, None)
+        del self._assigned[rollout_id]
+        self._by_engine[engine].remove(rollout_id)
+        self._losses.pop(rollout_id, None)
         group = self._groups[rollout.group_id]
         assert group.rollouts[rollout.index] is None, "an assigned rollout is not done"
         group.rollouts[rollout.index] = rollout
         group.num_missing -= 1
         return True
 
-    def close(self, group_id: int) -> Group | None:
+    def close(self, group_id: GroupId) -> Group | None:
         """Hand out a group once none of its rollouts is missing; None before that."""
         group = self._groups[group_id]
         if group.num_missing:
@@ -133,7 +135,7 @@ class Ledger:
         del self._groups[group_id]
         return Group(group_id=group_id, prompt=group.prompt, rollouts=tuple(r for r in group.rollouts if r is not None))
 
-    def has_begun(self, group_id: int) -> bool:
+    def has_begun(self, group_id: GroupId) -> bool:
         """Whether the group is open and an engine was given a rollout of it."""
         return group_id in self._groups and self._groups[group_id].has_begun
 
@@ -145,25 +147,26 @@ class Ledger:
         """Give back what a lost engine has not delivered; returns how many rollouts that is, and the group of the
         suspect that was on it, which is dropped."""
         suspect = self._suspect_on(engine)
-        dropped = None if suspect is None else self.drop(suspect[0])
-        keys = sorted(self._by_engine.pop(engine, ()))
+        dropped = None if suspect is None else self.drop(suspect.group_id)
+        ids = sorted(self._by_engine.pop(engine, ()))
         self._group_of.pop(engine, None)
-        for key in keys:
-            _, request = self._assigned.pop(key)
-            self._losses[key] = self._losses.get(key, 0) + 1
-            self._give_back(self._groups[key[0]], request)
-        self.num_redispatched += len(keys)
-        return len(keys), dropped
+        for rollout_id in ids:
+            _, request = self._assigned.pop(rollout_id)
+            self._losses[rollout_id] = self._losses.get(rollout_id, 0) + 1
+            self._give_back(self._groups[rollout_id.group_id], request)
+        self.num_redispatched += len(ids)
+        return len(ids), dropped
 
-    def drop(self, group_id: int) -> Dropped:
+    def drop(self, group_id: GroupId) -> Dropped:
         """Forget a group. What is still sampled of it is not taken when it comes."""
         group = self._groups.pop(group_id)
-        assigned: dict[str, list[Key]] = {}
+        assigned: dict[str, list[RolloutId]] = {}
         for index in range(len(group.rollouts)):
-            self._losses.pop((group_id, index), None)
-            if assignment := self._assigned.pop((group_id, index), None):
-                self._by_engine[assignment[0]].remove((group_id, index))
-                assigned.setdefault(assignment[0], []).append((group_id, index))
+            rollout_id = RolloutId(group_id, index)
+            self._losses.pop(rollout_id, None)
+            if assignment := self._assigned.pop(rollout_id, None):
+                self._by_engine[assignment[0]].remove(rollout_id)
+                assigned.setdefault(assignment[0], []).append(rollout_id)
         self._num_pending -= len(group.pending)
         self._suspects = [entry for entry in self._suspects if entry[-1].group_id != group_id]
         heapq.heapify(self._suspects)
@@ -175,13 +178,14 @@ class Ledger:
             assigned=assigned,
         )
 
-    def _suspect_on(self, engine: str) -> Key | None:
-        keys = self._by_engine.get(engine, ())
-        return next((key for key in keys if self._losses.get(key, 0) >= MAX_LOSSES), None) if self._losses else None
+    def _suspect_on(self, engine: str) -> RolloutId | None:
+        ids = self._by_engine.get(engine, ()) if self._losses else ()
+        return next((one for one in ids if self._losses.get(one, 0) >= MAX_LOSSES), None)
 
     def _next_for(self, engine: str, together: bool) -> _OpenGroup | None:
         """The group that an engine takes its next rollout from. Older batches go first in any case."""
-        own = self._groups.get(self._group_of.get(engine, -1))
+        begun = self._group_of.get(engine)
+        own = None if begun is None else self._groups.get(begun)
         free, taken = self._first(self._free, is_taken=False), self._first(self._taken, is_taken=True)
         others = [group for group in (free, taken) if group is not None]
         oldest = min((group.rank[0] for group in others), default=None)
@@ -195,7 +199,7 @@ class Ledger:
                 self._enter(self._taken, chosen)
         return chosen
 
-    def _first(self, queue: list[tuple[tuple[int, float], int, int]], *, is_taken: bool) -> _OpenGroup | None:
+    def _first(self, queue: list[tuple[tuple[int, float], int, GroupId]], *, is_taken: bool) -> _OpenGroup | None:
         while queue:
             group = self._groups.get(queue[0][-1])
             if group is not None and group.pending and group.is_taken == is_taken:
@@ -207,12 +211,12 @@ class Ledger:
         group.is_taken = False
         self._enter(self._free, group)
 
-    def _enter(self, queue: list[tuple[tuple[int, float], int, int]], group: _OpenGroup) -> None:
+    def _enter(self, queue: list[tuple[tuple[int, float], int, GroupId]], group: _OpenGroup) -> None:
         self._age += 1
         heapq.heappush(queue, (group.rank, self._age, group.group_id))
 
     def _give_back(self, group: _OpenGroup, request: RolloutRequest) -> None:
-        if self._losses[request.key] >= MAX_LOSSES:
+        if self._losses[request.id] >= MAX_LOSSES:
             self._age += 1
             heapq.heappush(self._suspects, (group.rank, self._age, request))
             return

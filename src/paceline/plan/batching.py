@@ -18,7 +18,7 @@ from paceline.plan.engine_model import StepModel
 from paceline.plan.simulate import finished_rollout
 from paceline.selector.cost import Step
 from paceline.selector.select import Selector
-from paceline.types import DraftBin, Rollout, RolloutRequest
+from paceline.types import DraftBin, Rollout, RolloutId, RolloutRequest
 
 _GROWTH = 1 / 8
 """Relative growth of the mean context that ends a span."""
@@ -92,13 +92,13 @@ class BatchingEngine:
         finished, self._finished = self._finished, []
         return finished
 
-    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+    async def abort(self, ids: Sequence[RolloutId]) -> None:
         self._stop()
-        self._waiting = deque(job for job in self._waiting if job.request.key not in keys)
+        self._waiting = deque(job for job in self._waiting if job.request.id not in ids)
         for _, _, job in self._running:
-            if job.request.key in keys:
+            if job.request.id in ids:
                 self._context_base -= job.context - job.joined_at
-        self._running = [entry for entry in self._running if entry[2].request.key not in keys]
+        self._running = [entry for entry in self._running if entry[2].request.id not in ids]
         heapq.heapify(self._running)
         self._restart()
 

@@ -50,13 +50,14 @@ class Lengths:
     def by_request(self, num_groups: int, group_size: int, seed: int = 0) -> Callable[[RolloutRequest], int]:
         """For batches of so many groups; groups are numbered through all batches."""
         lengths = self.of_batch(num_groups * group_size)
-        orders: dict[int, npt.NDArray[np.int64]] = {}
+        orders: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
 
         def length_of(request: RolloutRequest) -> int:
-            batch, group = divmod(request.group_id, num_groups)
-            if batch not in orders:
-                orders[batch] = np.random.default_rng([seed, batch]).permutation(len(lengths))
-            return int(lengths[orders[batch][group * group_size + request.index]])
+            batch, group = divmod(request.group_id.number, num_groups)
+            draw = (batch, request.group_id.attempt)
+            if draw not in orders:
+                orders[draw] = np.random.default_rng([seed, *draw]).permutation(len(lengths))
+            return int(lengths[orders[draw][group * group_size + request.index]])
 
         return length_of
 

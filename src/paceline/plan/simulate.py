@@ -23,6 +23,7 @@ from paceline.types import (
     Prompt,
     Receipt,
     Rollout,
+    RolloutId,
     RolloutRequest,
     Sample,
     Tokens,
@@ -75,7 +76,7 @@ class SimulatedEngine:
     lose_at_s: float | None = None
     """Time at which the engine dies as a killed process does: what was running is gone."""
     policy_version: int = 0
-    _running: dict[tuple[int, int], asyncio.TimerHandle] = field(default_factory=dict)
+    _running: dict[RolloutId, asyncio.TimerHandle] = field(default_factory=dict)
     _waiting: list[RolloutRequest] = field(default_factory=list)
     _finished: list[Rollout] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,11 +96,11 @@ class SimulatedEngine:
         finished, self._finished = self._finished, []
         return finished
 
-    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
+    async def abort(self, ids: Sequence[RolloutId]) -> None:
         self._check_alive()
-        self._waiting = [request for request in self._waiting if request.key not in keys]
-        for key in keys:
-            if (ending := self._running.pop(key, None)) is not None:
+        self._waiting = [request for request in self._waiting if request.id not in ids]
+        for one in ids:
+            if (ending := self._running.pop(one, None)) is not None:
                 ending.cancel()
         self._fill()
 
@@ -133,12 +134,12 @@ class SimulatedEngine:
         while self._waiting and len(self._running) < self.max_num_seqs:
             request = self._waiting.pop()
             length = self.length_of(request)
-            self._running[request.key] = loop.call_later(
+            self._running[request.id] = loop.call_later(
                 length * self.seconds_per_token, self._finish, request, length, loop.time(), self.policy_version
             )
 
     def _finish(self, request: RolloutRequest, length: int, started_s: float, version: int) -> None:
-        del self._running[request.key]
+        del self._running[request.id]
         rollout = finished_rollout(
             request, length, engine=self.name, started_s=started_s, version=version, version_end=self.policy_version
         )
@@ -262,6 +263,6 @@ def long_tailed_lengths(
     table = np.clip(np.random.default_rng(seed).lognormal(np.log(median), sigma, 65536), 1, maximum).astype(int)
 
     def length_of(request: RolloutRequest) -> int:
-        return int(table[(request.group_id * 31 + request.index * 7919) % len(table)])
+        return int(table[(request.group_id.number * 31 + request.index * 7919) % len(table)])
 
     return length_of

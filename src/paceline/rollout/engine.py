@@ -35,7 +35,7 @@ from paceline.rollout.internals.shutdown import shut_down
 from paceline.rollout.internals.version import check_version
 from paceline.rollout.pulse import Pulse, vitals_of
 from paceline.rollout.speculation import check_drafter
-from paceline.types import DraftBin, EngineLostError, PacelineError, Receipt, Rollout, RolloutRequest
+from paceline.types import DraftBin, EngineLostError, PacelineError, Receipt, Rollout, RolloutId, RolloutRequest
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -77,7 +77,7 @@ class VllmEngine:
         self._num_calls = 0
         """Calls under way. They have deadlines of their own, and may wait for others: a push waits for the learner."""
         self._ping: asyncio.Task[None] | None = None
-        self._in_flight: dict[asyncio.Task[None], tuple[int, int]] = {}  # what waits for each rollout, and its key
+        self._in_flight: dict[asyncio.Task[None], RolloutId] = {}
         self._finished: list[Rollout] = []
         self._news = asyncio.Event()
         self._paused = False
@@ -168,8 +168,9 @@ class VllmEngine:
         finished, self._finished = self._finished, []
         return finished
 
-    async def abort(self, keys: Sequence[tuple[int, int]]) -> None:
-        found = {task: key for task, key in self._in_flight.items() if key in set(keys)}
+    async def abort(self, ids: Sequence[RolloutId]) -> None:
+        unwanted = set(ids)
+        found = {task: one for task, one in self._in_flight.items() if one in unwanted}
         for task in found:
             task.cancel()  # before vLLM answers it with an abort, which would be taken for the engine's end
         await self._call("abort", vllm_requests.abort(self._llm, list(found.values())))
@@ -284,7 +285,7 @@ class VllmEngine:
             params = sampling_params(request, self._stop_token_ids)
             outputs = await vllm_requests.add(self._llm, request, params, cache_salt=str(self.policy_version))
             task = asyncio.create_task(self._finish(request, outputs, started_s))
-            self._in_flight[task] = request.key
+            self._in_flight[task] = request.id
             task.add_done_callback(self._in_flight.pop)
 
     async def _finish(self, request: RolloutRequest, outputs: RequestOutputCollector, started_s: float) -> None:
@@ -294,7 +295,7 @@ class VllmEngine:
             )
             self._finished.append(rollout)  # after the wait: `collect` puts another list in its place meanwhile
         except Exception as error:  # noqa: BLE001  whatever ends a request without a rollout ends the engine
-            self._lose(f"request {request.group_id}:{request.index} failed: {error!r}")
+            self._lose(f"request {request.id} failed: {error!r}")
         self._news.set()
 
     def _check_alive(self) -> None:

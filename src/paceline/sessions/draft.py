@@ -36,7 +36,7 @@ from paceline.learner.hidden_states import CHUNK_ROLLOUTS, HiddenStateTap
 from paceline.orchestrator.generate import generate_until
 from paceline.orchestrator.task import prompt_of, read_rows
 from paceline.rollout.engine import VllmEngine
-from paceline.types import Prompt, RolloutRequest, Sample, Tokenizer
+from paceline.types import GroupId, Prompt, RolloutRequest, Sample, Tokenizer
 
 if TYPE_CHECKING:
     from paceline.drafters.checkpoint import Drafter
@@ -154,7 +154,7 @@ async def _sample(
     fitting = (prompt for prompt in chain(first, prompts) if len(prompt.token_ids) + 2 < room)
     requests = (
         RolloutRequest(
-            group_id=number,
+            group_id=GroupId(number),
             index=0,
             prompt_ids=prompt.token_ids,
             max_tokens=min(recipe.max_tokens, room - len(prompt.token_ids) - 1),

@@ -55,7 +55,7 @@ from paceline.orchestrator.loop import train
 from paceline.sessions.draft import WarmStart, train_drafter
 from paceline.sessions.train import load_tokenizer, with_drafter
 from paceline.sessions.workloads import resolve_policy
-from paceline.types import Prompt, RolloutRequest
+from paceline.types import GroupId, Prompt, RolloutRequest
 
 DRAFT_LENGTH = 5
 TURNS = 4
@@ -213,7 +213,11 @@ async def _accepted_length(
     assert all(receipt.ok for receipt in receipts), receipts
     requests = [
         RolloutRequest(
-            group_id=i, index=0, prompt_ids=prompt.token_ids, max_tokens=config.rollout.max_tokens, temperature=1.0
+            group_id=GroupId(i),
+            index=0,
+            prompt_ids=prompt.token_ids,
+            max_tokens=config.rollout.max_tokens,
+            temperature=1.0,
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -238,7 +242,7 @@ async def _cost(
         context.progress(f"{pairs} pairs of steps, devices leased and not")
         await train_by_turns(cluster, task, score, config, recorder)
         prompt_ids = next(task.prompts).token_ids
-        request = RolloutRequest(group_id=0, index=0, prompt_ids=prompt_ids, max_tokens=1, temperature=1.0)
+        request = RolloutRequest(group_id=GroupId(0), index=0, prompt_ids=prompt_ids, max_tokens=1, temperature=1.0)
         recall_s = await _recalls(cluster, recorder, request, recalls, context)
     recorder.close()
     return pairs_of(read_metrics(metrics)["step"]), recall_s

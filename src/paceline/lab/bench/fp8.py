@@ -196,7 +196,7 @@ class _Fp8Bench:
         """Run one step as a run does: rollouts, log-probabilities, update, calibration, sync."""
         began_s = time.perf_counter()
         rollouts = await generate_on_all(self._engines, requests)
-        samples = [Sample.of(rollout, 1.0 if rollout.group_id % 2 else -1.0) for rollout in rollouts]
+        samples = [Sample.of(rollout, 1.0 if rollout.group_id.number % 2 else -1.0) for rollout in rollouts]
         await asyncio.to_thread(self._learner.logp, samples)
         await asyncio.to_thread(self._learner.update, samples)
         update_s = time.perf_counter()
@@ -288,7 +288,8 @@ async def _scales(model_path: Path, seed: int, context: Context, rounds: int = 3
             rollouts = await generate_all(engine, requests[:_TRAINED_ON])
             for version in range(1, rounds + 1):
                 samples = [
-                    Sample.of(rollout, 1.0 if rollout.group_id % 2 else -1.0) for rollout in rollouts[:_TRAINED_ON]
+                    Sample.of(rollout, 1.0 if rollout.group_id.number % 2 else -1.0)
+                    for rollout in rollouts[:_TRAINED_ON]
                 ]
                 learner.update(samples)
                 learner.calibrate(samples, version)

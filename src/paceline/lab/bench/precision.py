@@ -42,7 +42,7 @@ from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
-from paceline.types import Rollout, RolloutRequest, Sample
+from paceline.types import GroupId, Rollout, RolloutRequest, Sample
 from paceline.weights.shared_memory import ShmSender
 
 ARMS: Mapping[str, dict[str, str]] = {
@@ -177,7 +177,9 @@ def _prompts(model_path: Path, least: int, seed: int) -> list[RolloutRequest]:
     ids = list(islice((text[:least] for text in texts if len(text) > least), max(BATCHES)))
     assert len(ids) == max(BATCHES), "5000 problems have enough long ones"
     return [
-        RolloutRequest(group_id=group, index=0, prompt_ids=np.asarray(prompt, np.int32), max_tokens=1, temperature=1.0)
+        RolloutRequest(
+            group_id=GroupId(group), index=0, prompt_ids=np.asarray(prompt, np.int32), max_tokens=1, temperature=1.0
+        )
         for group, prompt in enumerate(ids)
     ]
 

@@ -29,7 +29,7 @@ from paceline.rollout.arguments import end_tokens
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, stepped_engine
 from paceline.selector.cost import Step
 from paceline.sessions.workloads import resolve_policy
-from paceline.types import RolloutRequest
+from paceline.types import GroupId, RolloutRequest
 
 ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compile=True, start_deadline_s=900)
 
@@ -120,7 +120,7 @@ def arena_requests(
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     return [
         RolloutRequest(
-            group_id=group,
+            group_id=GroupId(group),
             index=index,
             prompt_ids=np.asarray(tokenizer.encode(problem.prompt), np.int32),
             max_tokens=max_tokens,
@@ -185,7 +185,7 @@ def grouped(
     whose longest is the middle one. Nothing is cut off the tail."""
     usual = arena_requests(model_path, num_prompts=num_prompts, group_size=group_size, max_tokens=max_tokens, seed=seed)
     longer = [
-        replace(request, group_id=num_prompts + number, index=index)
+        replace(request, group_id=GroupId(num_prompts + number), index=index)
         for number, request in enumerate(
             long_requests(model_path, num_requests=num_prompts, max_tokens=max_tokens, seed=seed)
         )
@@ -222,7 +222,7 @@ def give_group_lengths(
         del shortest[group]
         chosen[number] = prompts[group]
     return [
-        replace(chosen[number], group_id=number, index=index, max_tokens=length)
+        replace(chosen[number], group_id=GroupId(number), index=index, max_tokens=length)
         for number, group in enumerate(groups)
         for index, length in enumerate(group)
     ]

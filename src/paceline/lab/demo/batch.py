@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from paceline.config import SelectorConfig
 from paceline.lab.arena.task import problems, solution
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine
-from paceline.types import RolloutRequest, Tokens
+from paceline.types import GroupId, RolloutRequest, Tokens
 
 _OF_SOLUTION = 0.8
 """Share of a written solution's length that is asked for: hardly any request then runs on after its end."""
@@ -64,7 +64,7 @@ def long_tailed_batch(model_path: Path, *, num_requests: int, longest: int, seed
         length = len(tokenizer.encode(solution(problem, rng)))
         requests.append(
             RolloutRequest(
-                group_id=number,
+                group_id=GroupId(number),
                 index=0,
                 prompt_ids=np.asarray(tokenizer.encode(problem.prompt), np.int32),
                 max_tokens=max(1, min(longest, int(_OF_SOLUTION * length))),

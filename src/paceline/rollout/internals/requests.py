@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from paceline.types import PacelineError, Rollout, RolloutRequest, VersionSpans
+from paceline.types import PacelineError, Rollout, RolloutId, RolloutRequest, VersionSpans
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
-async def abort(llm: AsyncLLM, keys: Sequence[tuple[int, int]]) -> None:
+async def abort(llm: AsyncLLM, ids: Sequence[RolloutId]) -> None:
     """End requests that were added, as far as they have not ended."""
-    await llm.abort([_name(key) for key in keys])
+    await llm.abort([str(one) for one in ids])
 
 
 async def add(
     llm: AsyncLLM, request: RolloutRequest, params: SamplingParams, *, cache_salt: str
 ) -> RequestOutputCollector:
-    """Queue one request; its name is read back by `request_ids.rollout_key`. Cached prefixes are shared among requests
+    """Queue one request; its name is read back by `request_ids.rollout_id`. Cached prefixes are shared among requests
     of one salt only."""
     from vllm.inputs.engine import tokens_input
 
     prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=cache_salt)
-    return await llm.add_request(_name(request.key), prompt, params)
+    return await llm.add_request(str(request.id), prompt, params)
 
 
 async def finished(
@@ -98,7 +98,3 @@ def version_spans(completion: CompletionOutput, submitted: int, now: int) -> Ver
     spans = tuple((int(s.version), s.end - s.start) for s in completion.weight_versions if s.end > s.start)
     assert sum(length for _, length in spans) == num_tokens, "labels cover all tokens"
     return spans
-
-
-def _name(key: tuple[int, int]) -> str:
-    return f"{key[0]}:{key[1]}"
