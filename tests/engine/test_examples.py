@@ -44,10 +44,10 @@ def server(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     assert train[-1] == export[3] and train[:3] == ["paceline", "draft", "train"]
     out = directory / export[4]
     assert main([*export[1:3], str(assets.drafter("tiny", "eagle3")), str(out)]) == 0
-    assert serve[:4] == ["vllm", "serve", "$POLICY", "--speculative-config"]
-    speculation = json.loads(serve[4])
+    assert serve[:6] == ["vllm", "serve", "$POLICY", "--host", "127.0.0.1", "--speculative-config"]
+    speculation = json.loads(serve[6])
     assert speculation["model"] == export[4]
-    command = [python, *API_SERVER[1:], assets.policy("tiny"), serve[3], json.dumps(speculation | {"model": str(out)})]
+    command = [python, *API_SERVER[1:], assets.policy("tiny"), serve[5], json.dumps(speculation | {"model": str(out)})]
     with served([*command, *SMALL], env=foreign_environment(), log=directory / "log") as url:
         yield url
 
