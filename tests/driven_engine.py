@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
+from benchmarks.v2_runner import v2_runner
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.lab.engines.v2_runner import v2_runner
 from paceline.rollout.engine import VllmEngine
 from paceline.types import Floats, GroupId, Rollout, RolloutRequest
 

@@ -31,8 +31,8 @@ def gpu(num_requests: int, num_tokens: int, verified: int, drafted: int, context
 
 
 def ridge(num_requests: int, num_tokens: int, verified: int, drafted: int, context: int) -> float:
-    """What `bench rollout` runs on: computing takes as long as reading the weights at 44 tokens, which is inside of one
-    segment of the cost model and between draft lengths 1 and 3 of 16 requests."""
+    """A machine like that of the bench `rollout`: computing takes as long as reading the weights at 44 tokens, which is
+    inside of one segment of the cost model and between draft lengths 1 and 3 of 16 requests."""
     reading, computing = 35.0, 0.8 * num_tokens
     verifying = (reading**3 + computing**3) ** (1 / 3)
     return 1e-3 * (verifying + 1.5 + 0.15 * num_requests + max(drafted, 1) * (2.8 + 0.06 * num_requests))

@@ -33,23 +33,21 @@ ROWS = (
     ("selector", "drafters", "weights", "sinks"),
     ("rollout", "learner"),
     ("orchestrator",),
-    ("cluster", "report"),
+    ("arena", "cluster", "report"),
     ("plan", "certify", "integrations"),
     ("sessions",),
-    ("doctor",),
-    ("lab",),
+    ("doctor", "demo"),
     ("cli",),
 )
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 
-# Where each heavy library may be imported: a file, or a folder with a slash. Benches drive vLLM and draw pictures of
-# their own, and start trainers of others.
+# Where each heavy library may be imported: a file, or a folder with a slash.
 OWNERS = {
-    "vllm": ("rollout/", "lab/engines/"),
+    "vllm": ("rollout/",),
     "ray": ("cluster/",),
     "jinja2": ("report/render.py",),
-    "matplotlib": ("report/", "lab/bench/"),
-    "trl": ("integrations/trl.py", "lab/hosts/"),
+    "matplotlib": ("report/",),
+    "trl": ("integrations/trl.py",),
     "verl": ("integrations/verl.py",),
     "wandb": ("sinks.py",),
 }
@@ -221,11 +219,9 @@ def modules_say_what_they_are_for(source: Source) -> list[str]:
     return [] if ast.get_docstring(source.tree) else ["1: the first line of a module says what it is for"]
 
 
-def only_cli_imports_lab(source: Source) -> list[str]:
-    if source.unit in ("lab", "cli"):
-        return []
-    names = [(line, name) for line, name in imports(source) if (name + ".").startswith("paceline.lab.")]
-    return [f"{line}: imports {name}; only cli imports lab" for line, name in names]
+def nothing_outside_of_the_wheel_is_imported(source: Source) -> list[str]:
+    names = [(line, name) for line, name in imports(source) if name.split(".")[0] in ("benchmarks", "scripts", "tests")]
+    return [f"{line}: imports {name}, which is not in the wheel" for line, name in names]
 
 
 def files_are_short(source: Source) -> list[str]:
@@ -308,7 +304,7 @@ RULES: tuple[Rule, ...] = (
     only_cli_reads_the_environment,
     nothing_runs_foreign_code,
     modules_say_what_they_are_for,
-    only_cli_imports_lab,
+    nothing_outside_of_the_wheel_is_imported,
     files_are_short,
     one_atomic_write,
     one_checksum_and_one_lock,
@@ -346,7 +342,11 @@ def test_package_keeps_rule(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", RULES_EVERYWHERE, ids=lambda rule: rule.__name__)
 def test_other_code_keeps_rule(rule: Rule) -> None:
-    files = [file for folder in ("tests", "scripts", "examples") for file in sorted((ROOT / folder).rglob("*.py"))]
+    files = [
+        file
+        for folder in ("benchmarks", "tests", "scripts", "examples")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+    ]
     sources = [read(file, base=ROOT) for file in files]
     assert [f"{source.path}:{complaint}" for source in sources for complaint in rule(source)] == []
 
@@ -358,12 +358,12 @@ BAD = (
     (imports_point_down, "metrics.py", "import paceline.orchestrator.loop"),
     (imports_point_down, "rollout/engine.py", "from ..learner import fsdp"),
     (imports_point_down, "rollout/engine.py", "from paceline.learner.fsdp import FsdpLearner"),
-    (imports_point_down, "orchestrator/loop.py", "def f():\n    from paceline import lab"),
+    (imports_point_down, "orchestrator/loop.py", "def f():\n    from paceline import demo"),
     (imports_point_down, "orchestrator/loop.py", "if TYPE_CHECKING:\n    from paceline.plan.answer import Question"),
-    (imports_point_down, "evidence/report.py", "from paceline.lab.arena.task import Problem"),
+    (imports_point_down, "evidence/report.py", "from paceline.arena.task import Problem"),
     (imports_point_down, "console.py", "from paceline.metrics import Sink"),
-    (imports_point_down, "arena/task.py", "importlib.import_module('paceline.lab.bench.sync')"),
-    (imports_point_down, "lab/bench/sync.py", "from paceline.cli import main"),
+    (imports_point_down, "arena/task.py", "importlib.import_module('paceline.demo.run')"),
+    (imports_point_down, "demo/run.py", "from paceline.cli import main"),
     (imports_point_down, "__init__.py", "from paceline.types import Rollout"),
     (imports_point_down, "stray.py", "x = 1"),
     (heavy_libraries_have_one_owner, "orchestrator/loop.py", "import vllm"),
@@ -373,7 +373,7 @@ BAD = (
     (heavy_libraries_have_one_owner, "orchestrator/loop.py", "import_module('ray.actor')"),
     (heavy_libraries_have_one_owner, "plan/page.py", "from matplotlib import pyplot"),
     (heavy_libraries_have_one_owner, "integrations/verl.py", "import trl"),
-    (heavy_libraries_have_one_owner, "lab/bench/peers.py", "def f():\n    from trl import GRPOTrainer"),
+    (heavy_libraries_have_one_owner, "demo/batch.py", "def f():\n    from trl import GRPOTrainer"),
     (heavy_libraries_have_one_owner, "cli/train.py", "import wandb"),
     (nothing_is_called_utils, "rollout/utils.py", ""),
     (nothing_is_called_utils, "utils/names.py", ""),
@@ -402,8 +402,8 @@ BAD = (
     (nothing_runs_foreign_code, "rollout/engine.py", "EngineArgs(trust_remote_code=config.trust)"),
     (nothing_runs_foreign_code, "rollout/engine.py", "settings = {'trust_remote_code': True}"),
     (modules_say_what_they_are_for, "orchestrator/loop.py", "x = 1\n'too late'"),
-    (only_cli_imports_lab, "sessions/train.py", "from paceline.lab.arena.policy import resolve"),
-    (only_cli_imports_lab, "certify/logp.py", "def f():\n    from paceline import lab"),
+    (nothing_outside_of_the_wheel_is_imported, "certify/logp.py", "def f():\n    from benchmarks import v2_runner"),
+    (nothing_outside_of_the_wheel_is_imported, "plan/answer.py", "import benchmarks.published.figures"),
     (files_are_short, "plan/answer.py", "x = 1\n" * (LONGEST_FILE + 1)),
     (files_are_short, "orchestrator/loop.py", "x = 1\n" * 201),
     (one_atomic_write, "drafters/rounds.py", "partial.replace(file)"),
@@ -411,8 +411,8 @@ BAD = (
     (one_atomic_write, "measure.py", "os.rename(partial, file)"),
     (one_atomic_write, "measure.py", "shutil.move(partial, file)"),
     (one_checksum_and_one_lock, "drafters/saver.py", "hashlib.sha256(content)"),
-    (one_checksum_and_one_lock, "lab/arena/cache.py", "from fcntl import flock"),
-    (one_checksum_and_one_lock, "lab/arena/cache.py", "from filelock import FileLock"),
+    (one_checksum_and_one_lock, "arena/cache.py", "from fcntl import flock"),
+    (one_checksum_and_one_lock, "arena/cache.py", "from filelock import FileLock"),
     (one_place_asks_for_a_device, "learner/fsdp.py", "gpu = torch.cuda.is_available()"),
     (one_place_asks_for_a_device, "cluster/placement.py", "torch.accelerator.current_accelerator()"),
     (one_place_asks_for_a_device, "rollout/engine.py", "from vllm.platforms import current_platform"),
@@ -424,11 +424,11 @@ BAD = (
 GOOD = (
     (imports_point_down, "cluster/actors.py", "from paceline.rollout.engine import VllmEngine"),
     (imports_point_down, "cluster/actors.py", "from . import proxies\nfrom ..config import Config"),
-    (imports_point_down, "lab/bench/sync.py", "from paceline.measure import Result\nfrom paceline.arena import policy"),
+    (imports_point_down, "demo/run.py", "from paceline.measure import Result\nfrom paceline.arena import policy"),
     (
         imports_point_down,
-        "cli/bench.py",
-        "from paceline import __version__\nfrom paceline.lab.bench import sync\nimport numpy",
+        "cli/demo.py",
+        "from paceline import __version__\nfrom paceline.demo import run\nimport numpy",
     ),
     (heavy_libraries_have_one_owner, "rollout/engine.py", "from vllm import SamplingParams"),
     (heavy_libraries_have_one_owner, "cluster/proxies.py", "import ray\nfrom ray.util import placement_group"),

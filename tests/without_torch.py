@@ -1,4 +1,4 @@
-"""A pytest plugin for environments without PyTorch, vLLM and Ray: skip the tests that import them (`.ci/run pythons`)."""
+"""Skip tests that import a library that is not installed, such as PyTorch (`.ci/run pythons`); a pytest plugin."""
 
 from __future__ import annotations
 

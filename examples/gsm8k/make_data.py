@@ -10,7 +10,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from paceline.lab.arena.task import problems, solution
+from paceline.arena.task import problems, solution
 
 NUM_ROWS = 400
 MAX_TERMS = 6

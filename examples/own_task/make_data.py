@@ -4,7 +4,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from paceline.lab.arena.task import problems
+from paceline.arena.task import problems
 
 NUM_ROWS = 400
 MAX_TERMS = 6

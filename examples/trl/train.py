@@ -14,8 +14,8 @@ import torch
 from datasets import Dataset
 
 from paceline import assets
+from paceline.arena.task import problems, reward
 from paceline.integrations.trl import DrafterCallback, sync_over_wire, wire_clients  # Paceline, 1 of 3
-from paceline.lab.arena.task import problems, reward
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
 

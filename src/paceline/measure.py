@@ -1,4 +1,4 @@
-"""The one contract of every measurement: `paceline bench NAME --json FILE` and `paceline certify ... --json FILE`.
+"""The JSON of every measurement: `paceline certify --json FILE`, `python -m benchmarks NAME --json FILE`.
 
     {"name", "figures": {name: number}, "spread": {same names}, "goals": {name: [">=" | "<=", number]},
      "environment": {...}, "details": {...}}

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import cast
 
 from paceline import assets
+from paceline.arena.prompts import arena_task
 from paceline.cluster.placement import Cluster, start_cluster
 from paceline.config import load_config
 from paceline.drafters.switch import SwitchDecision
-from paceline.lab.arena.prompts import arena_task
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.drafter_switch import DrafterSwitch
 from paceline.orchestrator.drafter_training import OnlineDrafterTraining

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams, TokensPrompt
 
-from paceline.lab.arena.task import problems
+from paceline.arena.task import problems
 
 NUM_PROMPTS, SAMPLES, TOKENS = 12, 192, 32
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.random_drafter import random_drafter
 from paceline import assets
-from paceline.lab.arena.task import problems
-from paceline.lab.random_drafter import random_drafter
+from paceline.arena.task import problems
 from paceline.rollout.calls import ServedDrafter
 
 HOST = Path(__file__).with_name("calls_host.py")

@@ -14,9 +14,8 @@ from urllib.request import urlopen
 import pytest
 
 from contexts import make_context
-from paceline.cli.common import register_lab
-from paceline.lab.demo.run import Size
-from paceline.lab.demo.run import run as run_demo
+from paceline.demo.run import Size
+from paceline.demo.run import run as run_demo
 from random_policy import make_mtp_policy, make_policy, save_tokenizer
 from serving import API_SERVER, complete, served
 
@@ -140,7 +139,6 @@ def test_what_tune_wrote_serves_the_model_with_drafts(tuned: Path, tmp_path: Pat
 
 
 def test_demo_measures_certifies_and_draws(tmp_path: Path) -> None:
-    register_lab()
     size = Size(
         model="arena:tiny",
         num_requests=3,

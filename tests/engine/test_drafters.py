@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.random_drafter import random_drafter
 from paceline import assets
+from paceline.arena.task import problems
 from paceline.config import EngineConfig, FixedSelector, SpeculationConfig
 from paceline.drafters.checkpoint import load, with_own_embeddings
 from paceline.drafters.kinds import default_taps, guess
 from paceline.drafters.packing import Document, make_pack
 from paceline.drafters.rounds import drafter_weights
-from paceline.lab.arena.task import problems
-from paceline.lab.random_drafter import random_drafter
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.amx import has_amx
 from paceline.types import GroupId, RolloutRequest, Tokens

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.planted.policy import allow_faults
 from paceline.config import EngineConfig
 from paceline.fp8 import KvScales, Sharding
-from paceline.lab.engines.faults import allow_faults
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.amx import has_amx
 from paceline.types import GroupId, Receipt, RolloutRequest

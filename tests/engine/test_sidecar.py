@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.random_drafter import random_drafter
 from paceline import assets
+from paceline.arena.task import problems
 from paceline.drafters.rounds import drafter_weights
 from paceline.integrations import engine_wire
 from paceline.integrations.engine_wire import EngineWire, http_rpc
-from paceline.lab.arena.task import problems
-from paceline.lab.random_drafter import random_drafter
 from paceline.metrics import read_metrics
 from paceline.rollout.calls import COUNTERS, ENDPOINT
 from serving import API_SERVER, complete, metrics, served

@@ -21,9 +21,9 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
+from benchmarks.random_drafter import random_drafter
 from paceline import assets
 from paceline.drafters.checkpoint import load
-from paceline.lab.random_drafter import random_drafter
 from paceline.weights.fingerprint import fingerprint
 from serving import API_SERVER, TRL_FLAGS, complete, metrics, served
 

@@ -16,8 +16,8 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.trainer_utils import SaveStrategy
 
+from benchmarks.stock_trl.engine import sync_on_cpu
 from paceline.integrations.trl import wire_clients
-from paceline.lab.hosts.trl_engine import sync_on_cpu
 from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trl" / "train.py"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.lab.engines.v2_runner import v2_runner
+from benchmarks.v2_runner import v2_runner
 
 _INTERPRETED = v2_runner(os.environ, async_scheduling=False)
 try:
@@ -21,9 +21,9 @@ try:
 except RuntimeError as error:
     _too_late = str(error)
 
+from benchmarks.planted.v2_sampler import V2SamplerFault  # noqa: E402
 from driven_engine import DrivenEngine, started  # noqa: E402  imports Triton
 from paceline.config import SpeculationConfig  # noqa: E402
-from paceline.lab.engines.sampler_faults import V2SamplerFault  # noqa: E402
 from random_policy import make_drafter, make_policy  # noqa: E402
 
 FEW_TOKENS = 16

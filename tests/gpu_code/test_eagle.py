@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.planted.v2_sampler import V2SamplerFault
 from driven_engine import DrivenEngine, furthest, reference
 from paceline.certify.faults import SamplerFault
 from paceline.certify.lossless import surprise, two_sample
 from paceline.drafters.rounds import drafter_weights
-from paceline.lab.engines.sampler_faults import V2SamplerFault
 from paceline.types import Rollout, Tokens
 from paceline.weights.shared_memory import ShmSender
 

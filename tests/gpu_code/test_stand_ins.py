@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from paceline.lab.engines import v2_runner
+from benchmarks import v2_runner
 
 ASK = """
 import json
-from paceline.lab.engines.v2_runner import STAND_INS
+from benchmarks.v2_runner import STAND_INS
 print(json.dumps({replacement.name: replacement.needed() for replacement in STAND_INS}))
 """
 
@@ -30,7 +30,7 @@ def test_every_stand_in_is_still_needed() -> None:
     answer = python(ASK, **v2_runner._SETTINGS)
     assert answer.returncode == 0, answer.stderr[-3000:]
     needed = json.loads(answer.stdout.splitlines()[-1])
-    assert needed == dict.fromkeys(needed, True), "take these out of lab/engines/v2_runner.py"
+    assert needed == dict.fromkeys(needed, True), "take these out of benchmarks/v2_runner.py"
     assert len(needed) == len(v2_runner.STAND_INS)
 
 
@@ -38,7 +38,7 @@ def test_stand_ins_are_refused_when_they_come_too_late() -> None:
     """Kernels that were defined before would be compiled for a GPU, and fail in the middle of a step."""
     answer = python(
         "import os, triton\n"
-        "from paceline.lab.engines.v2_runner import v2_runner\n"
+        "from benchmarks.v2_runner import v2_runner\n"
         "with v2_runner(os.environ, async_scheduling=True): pass"
     )
     assert answer.returncode == 1

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.random_drafter import random_drafter
 from driven_engine import V2_CONFIG, DrivenEngine, reference, started
 from paceline import assets
+from paceline.arena.task import problems
 from paceline.config import SpeculationConfig
 from paceline.drafters.rounds import drafter_weights
-from paceline.lab.arena.task import problems
-from paceline.lab.random_drafter import random_drafter
 from paceline.types import Rollout
 from paceline.weights.shared_memory import ShmSender
 

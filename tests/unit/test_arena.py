@@ -12,17 +12,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from contexts import make_context
-from paceline import lab
-from paceline.lab.arena import policy as arena
-from paceline.lab.arena import rebuild
-from paceline.lab.arena.growth import grow
-from paceline.lab.arena.shape import Shape
-from paceline.lab.arena.task import ANSWER_MARK, demonstration, heldout, problems, reward, solution
-from paceline.lab.arena.tokenizer import make_tokenizer, vocabulary
-from paceline.lab.arena.training import PolicySchedule
+from paceline.arena import policy as arena
+from paceline.arena.growth import grow
+from paceline.arena.shape import Shape
+from paceline.arena.task import ANSWER_MARK, demonstration, heldout, problems, reward, solution
+from paceline.arena.tokenizer import make_tokenizer, vocabulary
 from paceline.sessions.workloads import resolve_policy
-
-lab.register()
+from scripts.rebuild_arena import rebuild
+from scripts.rebuild_arena.training import PolicySchedule
 
 MINUTE = rebuild.Recipe(
     shape=Shape(hidden_size=64, num_layers=2, intermediate_size=96, num_heads=2, num_kv_heads=1, head_dim=32),

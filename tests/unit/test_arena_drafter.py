@@ -9,15 +9,13 @@ import pytest
 
 from contexts import make_context
 from drafter_cases import HIDDEN, make_drafter, policy_config
-from paceline import assets, lab
+from paceline import assets
+from paceline.arena import drafter as arena
 from paceline.cli.common import LEARNED
 from paceline.drafters.checkpoint import preflight, save
 from paceline.drafters.kinds import KINDS, default_taps
 from paceline.drafters.provenance import Evaluation, Provenance
-from paceline.lab.arena import drafter as arena
 from paceline.sessions.workloads import resolve_drafter
-
-lab.register()
 
 
 def test_a_path_is_taken_as_it_is() -> None:

@@ -12,7 +12,7 @@ from paceline import assets
 from paceline.drafters.checkpoint import preflight
 from paceline.drafters.provenance import Evaluation, Provenance, read_evaluation, write_evaluation, write_provenance
 from paceline.files import ChecksumError, write_checksums
-from paceline.lab.arena import rebuild
+from scripts.rebuild_arena import rebuild
 
 PAIRS = [(policy, kind) for policy in assets.POLICIES for kind in assets.DRAFTERS]
 DIRECTORIES = [*assets.POLICIES, *(f"{policy}-{kind}" for policy, kind in PAIRS)]

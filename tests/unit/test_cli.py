@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 
 from letters import Letters
 from paceline import cli
-from paceline.cli import bench, common, report
+from paceline.cli import report
 from paceline.config import Config, EngineConfig, HubData, RunConfig
 from paceline.context import CancelledError, Context, RunInterruptedError
 from paceline.orchestrator.task import load_task
@@ -162,33 +161,6 @@ def test_what_follows_resume_is_an_override(tmp_path: Path, monkeypatch: pytest.
     assert [(config.run.steps, config.run.seed) for config in seen] == [(9, 7)]
 
 
-def test_without_the_lab_benches_say_so_and_other_commands_go_on(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "paceline.lab", None)
-    monkeypatch.setattr(common, "import_module", missing)
-    assert cli.main(["bench", "control"]) == 2
-    assert "bench: the lab (paceline.lab: arena and benches) is not installed" in capsys.readouterr().err
-    common.register_lab()
-
-
-def missing(name: str) -> None:
-    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-def test_a_library_that_the_lab_needs_is_not_taken_for_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "import_module", lambda name: missing("matplotlib"))
-    for ask in (common.register_lab, lambda: common.require_lab("bench")):
-        with pytest.raises(ModuleNotFoundError, match="matplotlib"):
-            ask()
-
-
-def test_every_bench_is_there() -> None:
-    folder = Path(bench.__file__).parents[1] / "lab" / "bench"
-    for name, entry in bench.BENCHES.items():
-        drawer = None if entry.page is None else entry.page.partition(":")[0]
-        for module in (name, entry.on_arena, drawer):
-            assert module is None or (folder / f"{module}.py").is_file()
-
-
 def test_every_option_of_plan_reaches_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parser = cli._parser()
     words = "plan M --gpus 8xH100 --batch 64 --group-size 8 --lengths 10/20 --prompt-tokens 9 --drafter ngram"
@@ -241,10 +213,9 @@ def test_certify_logp_starts_the_engine_of_the_config(
 
 
 def test_every_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    actions = {"arena": ["rebuild"], "draft": ["train"], "export": ["drafter"], "certify": ["lossless"]}
+    actions = {"draft": ["train"], "export": ["drafter"], "certify": ["lossless"]}
     names = [module.__name__.rpartition(".")[2] for module in cli._COMMANDS]
-    commands = [[name, *actions.get(name, [])] for name in names if name != "bench"]
-    for command in [*commands, *(["bench", name] for name in bench.BENCHES)]:
+    for command in ([name, *actions.get(name, [])] for name in names):
         with pytest.raises(SystemExit):
             cli.main([*command, "--help"])
         assert f"  paceline {command[0]} " in capsys.readouterr().out

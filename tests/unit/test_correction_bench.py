@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.lab.bench.correction import ARMS, compare
-from paceline.lab.bench.learning import Training
+from benchmarks.correction import ARMS, compare
+from benchmarks.learning import Training
 
 
 def trained(*finals: float) -> list[Training]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.costs import engine_settings
 from paceline.config import Config, EngineConfig
-from paceline.lab.bench.costs import engine_settings
 from paceline.measure import machine
 from paceline.selector.cost_file import (
     Conditions,
@@ -82,24 +82,20 @@ def test_the_refusal_names_the_command_that_measures_the_right_file(policy: Path
     """Costs of another precision would send the selector to the wrong length until it has unlearnt them."""
     file = measured(policy, tmp_path / "costs.json")
     command = (
-        rf"paceline bench costs --costs FILE policy\.model={policy} speculation\.drafter\.kind=ngram "
+        rf"paceline tune {policy} --drafter ngram --out DIR "
         r"rollout\.engine\.dtype=bfloat16 rollout\.engine\.weights=fp8 .*rollout\.engine\.compile=false`"
     )
     with pytest.raises(ValueError, match=command):
         check_costs(config(policy, file, weights="fp8"), policy)
     here = Conditions.here(policy, drafter="eagle3", engine=EngineConfig())
-    with pytest.raises(ValueError, match=r"speculation\.drafter\.kind=eagle3 speculation\.drafter\.path=arena "):
+    with pytest.raises(ValueError, match=r"paceline tune arena:small --drafter arena "):
         require_same(file, here, model="arena:small", drafter_path="arena")
 
 
 def test_a_file_that_does_not_say_where_it_is_from_is_refused_with_advice(policy: Path, tmp_path: Path) -> None:
     save_costs(tmp_path / "costs.json", Costs(points=(POINT,)))
-    with pytest.raises(ValueError, match=r"does not say what it was measured on.*paceline bench costs"):
+    with pytest.raises(ValueError, match=r"does not say what it was measured on.*paceline tune"):
         check_costs(config(policy, tmp_path / "costs.json"), policy)
-    old = {"format": "paceline-costs-1", "points": [], "weights": "full", "kv_cache": "full"}
-    (tmp_path / "old.json").write_text(json.dumps(old))
-    with pytest.raises(ValueError, match=r"does not name the model, machine and engine.*paceline bench costs"):
-        check_costs(config(policy, tmp_path / "old.json"), policy)
 
 
 @pytest.mark.parametrize("text", ["{", '{"points": [], "speed": 1}', '{"format": "other", "points": []}'])

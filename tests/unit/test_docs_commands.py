@@ -1,4 +1,4 @@
-"""Commands in the documents: each is one that `paceline` takes, and says how it was run."""
+"""Commands in the documents: `paceline` or `python -m benchmarks` accepts each, and a test or a record runs it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__ as benchmarks
 from paceline import cli
 from paceline.cli.certify import spelled_out
 from paceline.config import load_config
@@ -31,32 +32,37 @@ RUN_BY = {
 }
 """The test that runs a command as users do. A bench takes too long for that: its recorded result stands for it."""
 NOT_RECORDED = {"costs": "`paceline tune` on the arena, run by engine/test_commands.py"}
+BENCH = ["python", "-m", "benchmarks"]
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of every `paceline` command in a page's shell blocks."""
+    """Yield the words of every command of ours in a page's shell blocks; a bench's begin with `BENCH`."""
     for block in re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["paceline"]:
                 yield words[1:]
+            elif words[: len(BENCH)] == BENCH:
+                yield words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_a_page_are_taken(page: Path) -> None:
     """Options, settings and files that are not there would fail a reader who pastes the line."""
     for words in commands(page.read_text(encoding="utf-8")):
-        cli._parser().parse_args(spelled_out(words))
-        settings = [word for word in words if re.match(r"[a-z_]+(\.[a-z_0-9]+)+=", word)]
-        file = next((ROOT / word for word in words if word.startswith(("configs/", "examples/"))), None)
-        load_config(file, settings)
-        if words[0] == "bench":
-            told = words[1] in NOT_RECORDED or list((ROOT / "benchmarks").glob(f"{words[1]}*.json"))
+        if words[: len(BENCH)] == BENCH:
+            name, *rest = words[len(BENCH) :]
+            benchmarks.parser().parse_args([name, *rest])
+            told = name in NOT_RECORDED or list((ROOT / "benchmarks" / "results").glob(f"{name}*.json"))
             assert told, f"{words}: neither recorded nor run"
         else:
+            cli._parser().parse_args(spelled_out(words))
             name = " ".join(words[:2])
             test = (ROOT / "tests" / RUN_BY.get(name, RUN_BY.get(words[0], "nowhere"))).read_text(encoding="utf-8")
             assert f'"{words[0]}"' in test or f"run_{words[0]}(" in test, f"{words}: no test runs it"
+        settings = [word for word in words if re.match(r"[a-z_]+(\.[a-z_0-9]+)+=", word)]
+        file = next((ROOT / word for word in words if word.startswith(("configs/", "examples/"))), None)
+        load_config(file, settings)
 
 
 def test_a_page_has_commands() -> None:

@@ -11,9 +11,9 @@ from typing import cast
 
 import pytest
 
+from paceline.arena.task import problems
+from paceline.arena.tokenizer import make_tokenizer
 from paceline.config import Config, JsonlData
-from paceline.lab.arena.task import problems
-from paceline.lab.arena.tokenizer import make_tokenizer
 from paceline.orchestrator.reward_worker import load
 from paceline.orchestrator.task import load_task
 from paceline.types import Tokenizer

@@ -1,4 +1,4 @@
-"""What `paceline bench faults` counts, and how it hurts and watches processes."""
+"""What `python -m benchmarks faults` counts, and how it hurts and watches processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.lab.bench.faults import false_alarms, miscounted, useful_time
-from paceline.lab.bench.hurt_run import HurtRun, Seen, count_orphans, strike
+from benchmarks.faults import false_alarms, miscounted, useful_time
+from benchmarks.hurt_run import HurtRun, Seen, count_orphans, strike
 
 
 @pytest.fixture

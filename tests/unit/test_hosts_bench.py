@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks import hosts
+from benchmarks.hosts import ACTIVE, GROUP_SIZE, MANY_ACTIVE, WARMUP, Pair, compare, siblings, speculation_file
+from benchmarks.stock_trl.generation import GeneratedBatch
+from benchmarks.workload import asked_for, past_end_share
 from contexts import make_context
 from paceline import assets
-from paceline.lab.bench import hosts
-from paceline.lab.bench.hosts import ACTIVE, GROUP_SIZE, MANY_ACTIVE, WARMUP, Pair, compare, siblings, speculation_file
-from paceline.lab.bench.workload import asked_for, past_end_share
-from paceline.lab.hosts.trl_generation import GeneratedBatch
 from paceline.rollout.hosts import fill
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.lab.bench.lending import pairs_of, summarise, trains
+from benchmarks.lending import pairs_of, summarise, trains
 
 
 def records(*, leased_s: float = 6.0, tokens: float = 5000.0, **draft: float) -> list[dict[str, Any]]:

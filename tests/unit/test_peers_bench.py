@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers import _SETTINGS, BUDGET_S, PeerRun, average, compare, is_late, run, trl_settings
+from benchmarks.step import WARMUP
+from benchmarks.stock_trl.training import StepTimes, right_answer
 from paceline.cli.common import CONFIGS
 from paceline.config import load_config
 from paceline.context import Context
-from paceline.lab.bench.peers import _SETTINGS, BUDGET_S, PeerRun, average, compare, is_late, run, trl_settings
-from paceline.lab.bench.step import WARMUP
-from paceline.lab.hosts.trl_training import StepTimes, right_answer
 
 
 def peer(step_s: float, generation_s: float, num_tokens: float = 100.0) -> PeerRun:

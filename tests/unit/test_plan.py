@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import plan_arena
+from benchmarks.fit import START, concerns, fit
+from benchmarks.published.cells import Cell, World
+from benchmarks.published.figures import cells, split
+from benchmarks.workload import RequestSet
 from contexts import make_context
 from paceline.config import FixedSelector, MeasuredSelector
-from paceline.lab.bench import plan_arena
-from paceline.lab.bench.fit import START, concerns, fit
-from paceline.lab.bench.workload import RequestSet
 from paceline.orchestrator import loop
 from paceline.plan import run_model
-from paceline.plan.answer import LEVERS, answer, result, simulate_arm, step_gain, text
-from paceline.plan.cells import Cell, World
+from paceline.plan.answer import HELDOUT_P90, LEVERS, answer, result, simulate_arm, step_gain, text
 from paceline.plan.engine_model import (
     PLAIN,
     Constants,
@@ -33,7 +34,6 @@ from paceline.plan.engine_model import (
 from paceline.plan.hardware import GPUS, SHAPES, find_gpu, find_shape, shape_of
 from paceline.plan.lengths import Lengths, lognormal, read_lengths
 from paceline.plan.page import Sweep, write_plan_page
-from paceline.plan.published import HELDOUT_P90, cells, split
 from paceline.plan.question import Question, best_layout, layouts, tensor_parallel
 from paceline.plan.recipe import check, question_of, recommended
 from paceline.plan.request import Request
@@ -514,7 +514,7 @@ def test_the_split_is_fixed_and_large_enough():
 
 def test_the_range_of_an_answer_is_the_recorded_error():
     """Or users would be told to be surer than the bench is."""
-    recorded = json.loads((ROOT / "benchmarks" / "plan.json").read_text())
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())
     assert recorded["figures"]["heldout_p90_error"] <= HELDOUT_P90 <= recorded["figures"]["heldout_p90_error"] + 0.03
     fitting, held = split(cells())
     by_half = {row["cell"]: row["half"] for row in recorded["details"]["cells"]}

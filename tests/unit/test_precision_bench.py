@@ -1,4 +1,4 @@
-"""The figures of `bench precision` from made-up step times, and its page."""
+"""The figures of `python -m benchmarks precision` from made-up step times, and its page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.lab.bench.precision import (
+from benchmarks.precision import (
     ARMS,
     BATCHES,
     CONTEXTS,
@@ -16,7 +16,7 @@ from paceline.lab.bench.precision import (
     Timings,
     _result,
 )
-from paceline.lab.bench.precision_page import write_precision_page
+from benchmarks.precision_page import write_precision_page
 from paceline.measure import Result
 
 FASTER = {"bf16": 1.0, "weights": 1.25, "kv": 1.1, "both": 1.5}

@@ -1,4 +1,4 @@
-"""The comparison behind `paceline bench resume`: blind for nothing but times."""
+"""The comparison behind `python -m benchmarks resume`: blind for nothing but times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from paceline.lab.bench.run_traces import differences, keep_checkpoints, trace
+from benchmarks.run_traces import differences, keep_checkpoints, trace
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.store import Store
 

@@ -1,4 +1,4 @@
-"""How `bench rollout` turns batches into figures; a wrong one here would be a wrong claim."""
+"""How `python -m benchmarks rollout` turns batches into figures; a wrong one here would be a wrong claim."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import cast
 import numpy as np
 import pytest
 
-from contexts import make_context
-from paceline.config import EngineConfig
-from paceline.lab.bench import workload
-from paceline.lab.bench.batch_rates import best_table, speedup_by_batch
-from paceline.lab.bench.rollout import (
+from benchmarks import workload
+from benchmarks.batch_rates import best_table, speedup_by_batch
+from benchmarks.rollout import (
     _acceptance,
     _accepted_length,
     _groups,
@@ -22,9 +20,11 @@ from paceline.lab.bench.rollout import (
     _prefill_saved,
     _ratios,
 )
-from paceline.lab.bench.rollout_page import write_rollout_page
-from paceline.lab.bench.tail import tail_rate, wants_more
-from paceline.lab.bench.workload import RequestSet, asked_for, give_group_lengths, give_lengths
+from benchmarks.rollout_page import write_rollout_page
+from benchmarks.tail import tail_rate, wants_more
+from benchmarks.workload import RequestSet, asked_for, give_group_lengths, give_lengths
+from contexts import make_context
+from paceline.config import EngineConfig
 from paceline.measure import Result, paired
 from paceline.rollout import stepped
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, Turn, lockstep

@@ -25,7 +25,7 @@ def measured() -> Selector:
 
 @pytest.mark.parametrize("shape", [cpu, gpu, ridge, tiled])
 def test_default_selector_learns_in_half_the_steps(shape: Seconds) -> None:
-    """Why it is the default and not this one. Once both have learnt, `bench rollout` cannot tell them apart."""
+    """Why it is the default and not this one. Once both have learnt, the bench `rollout` cannot tell them apart."""
     assert _steps_to_learn(measured, shape) <= 0.5 * _steps_to_learn(simple, shape)
     assert _first_batch(measured, shape) >= 1.02 * _first_batch(simple, shape)
 

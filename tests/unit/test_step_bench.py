@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.step import WARMUP, SteppedRun, amdahl, compare, settings_of, summarise
 from paceline.config import load_config
-from paceline.lab.bench.step import WARMUP, SteppedRun, amdahl, compare, settings_of, summarise
 from paceline.metrics import JsonlSink, Recorder
 from paceline.report.recorded import RecordedRun, read_run
 from paceline.types import PacelineError

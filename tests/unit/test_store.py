@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.lab.bench.store_faults import count_missed_flips, count_unreadable
+from benchmarks.store_faults import count_missed_flips, count_unreadable
 from paceline.orchestrator.batch_log import BatchLog, Taken
 from paceline.orchestrator.store import BrokenCheckpointError, Store, verify
 from paceline.types import Group, GroupId, Prompt, Rollout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.lab.bench.stream import StreamedRun, compare, idle_time, sync_intervals
+from benchmarks.stream import StreamedRun, compare, idle_time, sync_intervals
 from paceline.metrics import JsonlSink, Recorder
 from paceline.report.recorded import read_run
 

@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 
 from letters import Letters
+from paceline.arena.tokenizer import make_tokenizer
 from paceline.config import Config, HubData, JsonlData
-from paceline.lab.arena.tokenizer import make_tokenizer
 from paceline.orchestrator.task import load_task
 from paceline.sessions.workloads import make_task
 from paceline.types import Tokenizer

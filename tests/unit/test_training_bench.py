@@ -1,4 +1,4 @@
-"""Inputs of `bench training`: documents as long as the arena's, and losses that show whether a mask is missing."""
+"""Inputs of the bench `training`: documents as long as the arena's, and losses that show whether a mask is missing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import training
 from drafter_cases import policy_config
 from paceline.drafters.packing import Document, Pack, make_pack
 from paceline.drafters.trainer import Schedule, trained
-from paceline.lab.bench import training
 
 POLICY = policy_config(vocab_size=128)
 POLICY.eos_token_id = 1

@@ -23,7 +23,6 @@ from paceline.config import (
     VllmDrafter,
     load_config,
 )
-from paceline.lab import register
 from paceline.learner.fsdp import FsdpLearner
 from paceline.rollout.hosts import fill
 from paceline.rollout.internals.drafter_model import comes_with_policy
@@ -133,7 +132,6 @@ def test_draft_model_that_is_not_there_and_heads_that_are_not_there_are_told_bef
 
 
 def test_draft_model_may_be_a_policy_by_name() -> None:
-    register()
     config = Config(speculation=speculation(method="draft_model", model="arena:tiny", draft_sample_method="greedy"))
     resolved = with_drafter(config, make_context()).speculation
     assert resolved is not None and isinstance(resolved.drafter, VllmDrafter)

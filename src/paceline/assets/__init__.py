@@ -5,7 +5,7 @@
     drafter("small", "eagle3")   a drafter for it: eagle3 or dflash
 
 Weights are in bfloat16, and the drafters were trained on policies rounded to it. CARD.md says how good the drafters
-are; `paceline arena rebuild` makes everything anew.
+are; `python -m scripts.rebuild_arena` makes everything anew.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def drafter(policy_name: str, kind: str) -> Path:
 def _verified(directory: Path) -> Path:
     if not verify_checksums(directory):
         raise ValueError(
-            f"{directory} has no checksums; install the package again, or make it by `paceline arena rebuild`"
+            f"{directory} has no checksums; install the package again, or make it by `python -m scripts.rebuild_arena`"
         )
     return directory

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TextIO
 
 from paceline import __version__
-from paceline.cli import arena, bench, certify, demo, doctor, draft, explain, export, plan, report, sidecar, train, tune
+from paceline.cli import certify, demo, doctor, draft, explain, export, plan, report, sidecar, train, tune
 from paceline.cli.common import cache_root, make_context
 from paceline.cli.output import with_own_lines
 from paceline.context import CancelledError, Context, RunInterruptedError
@@ -32,12 +32,16 @@ _EPILOG = (
 
 _FAREWELL_S = 6.0
 """Clusters kill what has not ended some time after SIGTERM, and do not look for its children."""
-_COMMANDS = (train, demo, doctor, tune, report, arena, plan, draft, sidecar, export, explain, bench, certify)
+_COMMANDS = (train, demo, doctor, tune, report, plan, draft, sidecar, export, explain, certify)
 """In the order of --help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(certify.spelled_out(sys.argv[1:] if arguments is None else arguments))
+    return run_command(_parser().parse_args(certify.spelled_out(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Run the parsed command and return its exit code. Set up the environment, signals and logs for it."""
     _set_environment(verbose=options.verbose)
     if options.verbose:
         return _run(options, sys.stderr)
@@ -85,13 +89,17 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_to(commands)
-    _add_verbose(parser)
-    parser.set_defaults(verbose=False)
+    add_verbose(parser)
     return parser
 
 
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    """Accept --verbose at any position."""
+    parser.set_defaults(verbose=False)
+    _add_verbose(parser)
+
+
 def _add_verbose(parser: argparse.ArgumentParser) -> None:
-    """Take --verbose wherever it stands."""
     parser.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help="show what libraries print")
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from paceline.cli.common import (
-    LEARNED,
-    Commands,
-    add_result_options,
-    add_subject,
-    check_lab,
-    publish,
-    register_lab,
-    subject,
-)
+from paceline.cli.common import LEARNED, Commands, add_result_options, add_subject, publish, subject
 from paceline.context import Context
 
 if TYPE_CHECKING:
-    from paceline.certify.faults import SamplerFault
     from paceline.certify.subject import EngineFault
     from paceline.config import Config
     from paceline.types import Prompt
@@ -64,18 +53,20 @@ def _add_lossless(parts: Commands) -> None:
         "  greedy    the same tokens in FP32 at temperature 0\n"
         "  learner   log-probabilities of accepted, recovered and bonus tokens\n"
         "The verdict is LOSSLESS, NOT LOSSLESS or INCONCLUSIVE (hardly anything was drafted).\n"
-        "GPUs run another sampler of vLLM's (model runner V2) than CPUs (V1): that of your engine is tested. With\n"
-        "--runner v2 and no GPU it is V2's, its kernels interpreted on the CPU: up to 20 minutes with arena:tiny and\n"
-        "the arena's EAGLE-3 drafter, which are then the default.",
+        "vLLM samples by model runner V2 on GPUs and by V1 on CPUs; certify tests the runner of your engine.",
         epilog="examples:\n"
         "  paceline certify --drafter ngram --html certificate.html\n"
         "  paceline certify configs/arena.toml rollout.temperature=0.8 --drafter eagle3:path/to/drafter\n"
         "  paceline certify --drafter vllm:draft_model:arena:tiny\n"
         "  paceline certify --plant residual     a fault on purpose: must be NOT LOSSLESS\n"
-        "  paceline certify --without-shim       vLLM's CPU sampler as it comes: must be NOT LOSSLESS\n"
-        "  paceline certify --runner v2          what GPUs run, without a GPU",
+        "  paceline certify --without-shim       vLLM's CPU sampler as it comes: must be NOT LOSSLESS",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_lossless_options(parser)
+    parser.set_defaults(command=_certify_lossless)
+
+
+def add_lossless_options(parser: argparse.ArgumentParser) -> None:
     add_subject(parser)
     add = parser.add_argument
     drafters = (
@@ -91,7 +82,6 @@ def _add_lossless(parts: Commands) -> None:
     add("--plant", metavar="FAULT", help=plant)
     add("--quick", action="store_true", help="few samples: shows that all parts run, but finds only gross faults")
     add_result_options(parser)
-    parser.set_defaults(command=_certify_lossless)
 
 
 def _add_logp(parts: Commands) -> None:
@@ -110,38 +100,32 @@ def _add_logp(parts: Commands) -> None:
 
 
 def _certify_lossless(options: argparse.Namespace, context: Context) -> int:
-    with _on_runner(options.runner) as interpreted:
-        return _lossless(options, context, interpreted=interpreted)
+    if options.runner == "v2":
+        from paceline.devices import on_gpu
 
-
-@contextmanager
-def _on_runner(runner: str | None) -> Iterator[bool]:
-    """Have engines use the runner that was asked for; yield whether its kernels are interpreted. To be entered before
-    anything imports Triton."""
-    if runner is None:
-        yield False
-        return
-    from paceline.devices import on_gpu
-
-    if on_gpu():
+        if not on_gpu():
+            raise ValueError(
+                "--runner: got v2 on a machine without a GPU; `python -m benchmarks certify --runner v2` in a checkout "
+                "interprets its kernels on the CPU"
+            )
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-        yield False
-        return
-    check_lab("--runner v2 without a GPU")
-    from paceline.lab.engines.v2_runner import v2_runner
-
-    with v2_runner(os.environ, async_scheduling=True):
-        yield True
+    return certify_lossless(options, context)
 
 
-def _lossless(options: argparse.Namespace, context: Context, *, interpreted: bool) -> int:
+def certify_lossless(
+    options: argparse.Namespace,
+    context: Context,
+    *,
+    interpreted: bool = False,
+    engine_fault: EngineFault | None = None,
+) -> int:
+    """Run `paceline certify lossless`; `interpreted` if the engines' kernels run under Triton's interpreter."""
     from paceline.certify.certificate import write_certificate
     from paceline.certify.engines import certify
     from paceline.certify.subject import INTERPRETED, INTERPRETED_QUICK, QUICK, Effort
     from paceline.config import load_config
     from paceline.sessions.train import with_drafter
 
-    register_lab()
     file, overrides = subject("certify", options.subject)
     if interpreted:
         policy = ["policy.model=arena:tiny"] if file is None else []
@@ -162,7 +146,7 @@ def _lossless(options: argparse.Namespace, context: Context, *, interpreted: boo
         config,
         context=context,
         fault=options.plant,
-        engine_fault=_engine_fault(options.plant) if options.runner == "v2" else None,
+        engine_fault=engine_fault,
         without_shim=options.without_shim,
         effort=quick if options.quick else full,
         seed=config.run.seed,
@@ -177,23 +161,10 @@ def _lossless(options: argparse.Namespace, context: Context, *, interpreted: boo
     return code
 
 
-def _engine_fault(fault: str | None) -> EngineFault | None:
-    """Return the fault as it is planted in a running V2 engine, if it is one of the sampler's."""
-    from paceline.certify.faults import SAMPLER_FAULTS
-
-    if fault not in SAMPLER_FAULTS:
-        return None
-    check_lab("--plant with --runner v2")
-    from paceline.lab.engines.sampler_faults import V2SamplerFault
-
-    return V2SamplerFault(cast("SamplerFault", fault))
-
-
 def _certify_logp(options: argparse.Namespace, context: Context) -> int:
     from paceline.certify.logp import certify
     from paceline.config import load_config
 
-    register_lab()
     file, overrides = subject("certify", options.subject)
     if options.model is not None:
         overrides = [*overrides, f"policy.model={options.model}"]

@@ -1,11 +1,10 @@
-"""Parts that several subcommands share: the context of a job, the lab if it is installed, and how results are shown."""
+"""Parts that several subcommands share: the context of a job, options, and the output of results."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -36,35 +35,6 @@ def make_context(lines: TextIO) -> Context:
         cache_root=cache_root(),
         terminal=lines if lines.isatty() else None,
     )
-
-
-def register_lab() -> None:
-    """Make the arena's names known where the lab is installed; without it every other name still works."""
-    try:
-        lab = import_module("paceline.lab")
-    except ModuleNotFoundError as error:
-        if error.name != "paceline.lab":
-            raise
-    else:
-        lab.register()
-
-
-def require_lab(what: str) -> None:
-    """Register the lab, or say that `what` is a part of it."""
-    check_lab(what)
-    register_lab()
-
-
-def check_lab(what: str) -> None:
-    """Refuse `what`, which is a part of the lab, where the lab is not installed."""
-    try:
-        import_module("paceline.lab")
-    except ModuleNotFoundError as error:
-        if error.name != "paceline.lab":
-            raise
-        raise ValueError(
-            f"{what}: the lab (paceline.lab: arena and benches) is not installed; install the whole paceline package"
-        ) from None
 
 
 def add_subject(parser: argparse.ArgumentParser, default: str = "arena:small") -> None:
@@ -114,16 +84,16 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
 
 def model_and_prompts(options: argparse.Namespace, context: Context) -> tuple[Path, Iterator[Prompt], str]:
     """Return the checkpoint of `options.model`, prompts for it again and again, and what they are."""
-    from paceline.sessions import draft, workloads
+    from paceline.arena.prompts import DRAFTER_DATA, drafter_prompts
+    from paceline.sessions.draft import read_prompts
     from paceline.sessions.train import load_tokenizer
+    from paceline.sessions.workloads import arena_policy, resolve_policy
 
-    register_lab()
-    named = workloads.split(options.model)
-    workload = None if named is None else workloads.find(named[0], key="MODEL", got=options.model)
-    if workload is None and options.data is None:
+    of_arena = arena_policy(options.model) is not None
+    if options.data is None and not of_arena:
         raise ValueError("--data: got none; must be a file of prompts because only arena policies bring their own")
-    model_path = workloads.resolve_policy(options.model, context)
+    model_path = resolve_policy(options.model, context)
     tokenizer = load_tokenizer(model_path)
-    if workload is not None and options.data is None:
-        return model_path, workload.drafter_prompts(tokenizer), workload.drafter_data
-    return model_path, draft.read_prompts(options.data, options.prompt_key, tokenizer), options.data.name
+    if options.data is None:
+        return model_path, drafter_prompts(tokenizer), DRAFTER_DATA
+    return model_path, read_prompts(options.data, options.prompt_key, tokenizer), options.data.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from paceline.cli.common import CONFIGS, Commands, add_result_options, publish, require_lab
+from paceline.cli.common import CONFIGS, Commands, add_result_options, publish
 from paceline.context import Context
 
 
@@ -29,8 +29,7 @@ def add_to(commands: Commands) -> None:
 
 
 def _demo(options: argparse.Namespace, context: Context) -> int:
-    require_lab("demo")
-    from paceline.lab.demo.run import FULL, QUICK, run
+    from paceline.demo.run import FULL, QUICK, run
 
     result = run(
         context=context,

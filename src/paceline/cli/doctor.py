@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from paceline.cli.common import Commands, add_result_options, add_subject, publish, register_lab, subject
+from paceline.cli.common import Commands, add_result_options, add_subject, publish, subject
 from paceline.context import Context
 
 _POLICY = "arena:tiny"
@@ -45,7 +45,6 @@ def _doctor(options: argparse.Namespace, context: Context) -> int:
     from paceline.doctor.finding import table
     from paceline.doctor.page import write_doctor_page
 
-    register_lab()
     file, overrides = subject("doctor", options.subject)
     if file is None and not any(word.startswith("policy.model=") for word in overrides):
         overrides = [f"policy.model={_POLICY}", *overrides]

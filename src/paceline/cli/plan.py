@@ -21,7 +21,7 @@ def add_to(commands: Commands) -> None:
         "a step by\n"
         "stage, what limits it, how it depends on acceptance and lengths, and a range: nine of ten published results "
         "that the\n"
-        "simulator was not fitted to lie within it (`paceline bench plan`). docs/plan.md explains the model.",
+        "simulator was not fitted to lie within it (`python -m benchmarks plan`). docs/plan.md explains the model.",
         epilog="examples:\n"
         "  paceline plan Qwen/Qwen3-8B --gpus 8xH100 --batch 512 --lengths lengths.txt --config planned.toml\n"
         "  paceline plan path/to/config.json --gpus 64xH200 --lengths runs/arena/metrics.jsonl --html plan.html "

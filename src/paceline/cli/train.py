@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.common import Commands, register_lab
+from paceline.cli.common import Commands
 from paceline.context import Context
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def run_and_report(config: Config, context: Context, *, resume: Path | None = No
     from paceline.report.summary import summary
     from paceline.sessions import train as session
 
-    register_lab()
     directory = session.run(config, context, resume=resume)
     for headline in summary(directory).headlines():
         print(f"{headline.label:20} {headline.value:24} {headline.note}")

@@ -114,7 +114,7 @@ class MeasuredSelector(Section):
 
     kind: Literal["measured"] = "measured"
     costs: Path | None = None
-    """A cost file of `paceline bench costs` as the prior; without one the selector learns from nothing within 200
+    """A cost file of `paceline tune` as the prior; without one the selector learns from nothing within 200
     steps."""
     explore: float = Field(default=0.02, ge=0, lt=0.5)
     """Largest share of steps spent on a draft length that is not the best known one."""

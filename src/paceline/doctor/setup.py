@@ -138,13 +138,12 @@ class Setup:
 
     def _find_drafter(self) -> Path | None:
         kind, own = self.asked_kind, self.config.speculation
-        named = workloads.split(self.config.policy.model)
         if kind not in KINDS:
             return None
         if own is not None and isinstance(own.drafter, LearnedDrafter) and not own.has_new_drafter:
             name = own.drafter.path
-        elif named is not None:
-            name = named[0]
+        elif workloads.arena_policy(self.config.policy.model) is not None:
+            name = "arena"
         else:
             return None
         path = workloads.resolve_drafter(name, self.config.policy.model, self.context, kind=kind)

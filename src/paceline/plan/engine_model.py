@@ -11,7 +11,7 @@
     drafting       passes of the drafter (one after another for EAGLE, one for DFlash), or the host's search for n-grams
 
 A draft of length k makes n = requests x (k + 1) tokens to verify. What the formulas do not know is in `Constants`,
-which are few, have names, and are fitted on one half of the published figures (`paceline bench plan --fit`).
+which are few, have names, and are fitted on one half of the published figures (`python -m benchmarks plan --fit`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EAGLE_VOCAB = 32_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What a roofline does not know, as `paceline bench plan --fit` fits it on the fitting half of the published
+    """What a roofline does not know, as `python -m benchmarks plan --fit` fits it on the fitting half of the published
     cells."""
 
     memory_efficiency: float = 0.87
@@ -276,7 +276,7 @@ class EngineModel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredModel:
-    """An engine as `paceline bench costs` measured it; between the points of the file log seconds are interpolated."""
+    """An engine as `paceline tune` measured it; between the points of the file log seconds are interpolated."""
 
     costs: Costs
     options: Mapping[int, Draft]
@@ -287,7 +287,7 @@ class MeasuredModel:
     def of(cls, costs: Costs, *, longest: int, prefill_tokens_per_s: float = inf) -> MeasuredModel:
         """Accepted lengths are the file's; a position beyond those measured is taken to be like the last."""
         if not costs.acceptance:
-            raise ValueError("costs: got a file without acceptance; must be one that `paceline bench costs` wrote")
+            raise ValueError("costs: got a file without acceptance; must be one that `paceline tune` wrote")
         options, alpha, survival = {0: PLAIN}, 1.0, 1.0
         for k in range(1, longest + 1):
             survival *= costs.acceptance[min(k, len(costs.acceptance)) - 1]
@@ -322,7 +322,7 @@ class MeasuredModel:
 
 
 def cost_file(model: StepModel, *, batches: tuple[int, ...], context: float) -> Costs:
-    """What `paceline bench costs` would write on such an engine: the prior of a simulated selector."""
+    """What `paceline tune` would write on such an engine: the prior of a simulated selector."""
     points = tuple(
         CostPoint(
             num_requests=batch,

@@ -63,7 +63,7 @@ GPUS: Mapping[str, Gpu] = {
         # AMD Instinct MI300X datasheet: 1,307.4 BF16, 2,614.9 FP8, 192 GB at 5.3 TB/s; 7 links of 128 GB/s both
         # directions.
         Gpu(name="MI300X", bf16_tflops=1307.4, fp8_tflops=2614.9, memory_tb_s=5.3, memory_gb=192, link_gb_s=448),
-        # Two vCPUs of a Sapphire Rapids host with AMX. Measured, not from a datasheet: benchmarks/rollout-amx.json,
+        # Two vCPUs of a Sapphire Rapids host with AMX. Measured (benchmarks/results/rollout-amx.json), on
         # arena:large: a plain step of one request reads 0.7 GB in 38 ms, and 48 requests take 80 ms for 0.7 GFLOP
         # each more.
         Gpu(name="CPU", bf16_tflops=0.9, fp8_tflops=0.9, memory_tb_s=0.022, memory_gb=8, link_gb_s=10, per_node=1),

@@ -61,5 +61,5 @@ class Request:
         type=Path,
         action="append",
         metavar="FILE",
-        help="step times measured by `paceline bench costs`, in place of a roofline; twice, if of FP8 too",
+        help="step times measured by `paceline tune`, in place of a roofline; twice, if of FP8 too",
     )

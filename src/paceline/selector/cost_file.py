@@ -1,7 +1,7 @@
 """Cost files: step times by batch size and draft length, and the conditions under which they were measured.
 
-    paceline bench costs --costs FILE ──▶ FILE ──▶ load_costs ──▶ prior of the selector, step model of `paceline plan`
-                                            └────▶ require_same: `paceline train` refuses costs of another engine
+    paceline tune MODEL --out DIR ──▶ DIR/costs.json ──▶ load_costs ──▶ selector's prior, `paceline plan`
+                                              └──────▶ require_same: `paceline train` refuses costs of another engine
 
 A step's time depends on the shape of the model, not on its weights: a cost file stays valid while RL moves the policy.
 """
@@ -92,7 +92,7 @@ class Conditions(Section):
 
 
 class Costs(Section):
-    """A cost file: what `paceline bench costs` measured, and the prior of a selector."""
+    """A cost file: what `paceline tune` measured, and the prior of a selector."""
 
     format: Literal["paceline-costs-2"] = "paceline-costs-2"
     points: tuple[CostPoint, ...]
@@ -123,16 +123,9 @@ def save_costs(path: Path, costs: Costs) -> None:
 
 def load_costs(path: Path) -> Costs:
     if not path.is_file():
-        raise ValueError(f"selector.costs: got {path}; must be a file that `paceline bench costs` wrote")
-    text = path.read_text(encoding="utf-8")
-    if '"paceline-costs-1"' in text:
-        raise ValueError(
-            f"selector.costs: {path} does not name the model, machine and engine that it was measured on; must be "
-            f"measured again, by `paceline bench costs --costs {path}` with the run's policy.model, "
-            "speculation.drafter and rollout.engine settings"
-        )
+        raise ValueError(f"selector.costs: got {path}; must be a file that `paceline tune` wrote")
     try:
-        return Costs.model_validate_json(text)
+        return Costs.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         raise ValueError(f"selector.costs: {path} is not a cost file: {error}") from None
 
@@ -160,12 +153,11 @@ def require_same(path: Path, wanted: Conditions, *, model: str, drafter_path: st
         found = differences(costs.measured_on, wanted)
     if not found:
         return
-    settings = [f"policy.model={model}", f"speculation.drafter.kind={wanted.drafter}"]
-    settings += [] if drafter_path is None else [f"speculation.drafter.path={drafter_path}"]
+    settings = [model, f"--drafter {drafter_path or wanted.drafter}", "--out DIR"]
     for name in _ENGINE_SETTINGS:
         value = getattr(wanted, name)
         settings.append(f"rollout.engine.{name}={str(value).lower() if isinstance(value, bool) else value}")
     raise ValueError(
         f"speculation.selector.costs: {path} was measured under other conditions ({'; '.join(found)}); must be of "
-        f"these engines: `paceline bench costs --costs FILE {' '.join(settings)}` measures them"
+        f"these engines: `paceline tune {' '.join(settings)}` measures them"
     )

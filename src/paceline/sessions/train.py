@@ -40,7 +40,7 @@ from paceline.orchestrator.recovery import Recovery
 from paceline.orchestrator.rewards import open_scorer
 from paceline.orchestrator.task import Task
 from paceline.selector.cost_file import Conditions, require_same
-from paceline.sessions.workloads import make_task, resolve_drafter, resolve_policy, split
+from paceline.sessions.workloads import arena_policy, make_task, resolve_drafter, resolve_policy
 from paceline.sinks import open_sinks
 from paceline.types import Tokenizer
 
@@ -195,7 +195,7 @@ def with_drafter(config: Config, context: Context) -> Config:
         case (EagleDrafter() | ParallelDrafter()) as drafter:
             path = resolve_drafter(drafter.path, config.policy.model, context, kind=drafter.kind)
             drafter = drafter.model_copy(update={"path": str(path)})
-        case VllmDrafter(settings={"model": str(model), **rest}) as drafter if split(model) is not None:
+        case VllmDrafter(settings={"model": str(model), **rest}) as drafter if arena_policy(model) is not None:
             drafter = drafter.model_copy(update={"settings": {**rest, "model": str(resolve_policy(model, context))}})
         case _:
             return config

@@ -1,0 +1,1 @@
+"""Measurements of Paceline, one module per bench: `python -m benchmarks NAME`."""

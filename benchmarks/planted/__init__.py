@@ -1,0 +1,1 @@
+"""Faults planted on purpose, to show that certify, doctor and fingerprints find them."""

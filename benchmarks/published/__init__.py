@@ -1,0 +1,1 @@
+"""Published speed-ups, and their predictions by the simulator behind `paceline plan`."""

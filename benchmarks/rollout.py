@@ -1,0 +1,365 @@
+"""What speculation gains in a rollout phase: arms interleaved on groups of siblings of the arena's large policy.
+
+    ridge       tokens of a step at which computing takes as long as reading the weights: prefill tokens per second x
+                seconds of a step of one token
+    survey      every fixed draft length at 16 active, two siblings of each group: which table would be best in
+                hindsight
+    rounds      groups of arms, one after another; the selector goes on learning
+                  16 active  plain vLLM, the selector, the survey's table
+                  16 active  the selector, the simple selector; half of the siblings
+                  16 active  plain vLLM, k = 0, the best fixed length, the selector with a useless drafter; two siblings
+                             of each group
+                  64 active  plain vLLM, the selector; half of the siblings, so that none waits
+
+The batch is 16 prompts x 8 siblings with the policy's own lengths (`workload.grouped`). At most 16 requests run while
+the others wait, which is the headline, or 64. Cached prefixes are forgotten before each batch, as a weight sync makes
+an engine do, so siblings share their prompt and nothing else is shared. Plain vLLM has all that the others have:
+compiled, the precision that is fastest on this machine, prefix caching in blocks of 32 tokens, whole prompts in steps
+of 2,048 tokens.
+
+16 active requests are 0.4 of the ridge of a machine with matrix units, and more of it on others.
+`decode_speedup_at_ridge` is for comparing machines: tokens per second while about 0.4 of the measured ridge are active.
+
+The arms of a group take turns, a hundredth of the batch each time, which is a few steps, each on an engine of its own,
+so that a machine that drifts slows all of them alike; an arm's seconds are those of its own steps. Figures are ratios
+within a group, medians over rounds. `tail_speedup` is the rate with at most two requests active, pooled over all
+batches: rounds go on until each arm has 500 such tokens, and end in any case in time for `BUDGET_S`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmarks.batch_rates import best_table, bucket_of, limit, name_of, rate_by_batch, speedup_by_batch
+from benchmarks.random_drafter import random_drafter
+from benchmarks.tail import Round, compared, tail, tail_rate, tail_ratios, wants_more
+from benchmarks.workload import (
+    ENGINE,
+    RequestSet,
+    arena_requests,
+    asked_for,
+    drawn_from,
+    engines,
+    fastest,
+    grouped,
+)
+from paceline.config import (
+    FixedSelector,
+    LearnedDrafter,
+    MeasuredSelector,
+    SelectorConfig,
+    SimpleSelector,
+    SpeculationConfig,
+    TableSelector,
+)
+from paceline.context import Context
+from paceline.measure import CpuTimes, Goal, Result, environment, meanwhile, middle, paired
+from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, lockstep
+from paceline.sessions.workloads import resolve_drafter, resolve_policy
+
+CONFIG = ENGINE.model_copy(update={"kv_cache_gb": 1.5})
+"""KV cache of each of four engines side by side; in bfloat16 the batch needs less than half of it."""
+NUM_PROMPTS, GROUP_SIZE = 16, 8
+ACTIVE, MANY_ACTIVE = 16, 64
+RIDGE_SHARE = 0.4
+PART = 0.01
+"""Share of a batch that an arm generates in its turn: a few steps."""
+BUDGET_S = 68 * 60
+"""No round is begun that would end later than this after the start."""
+GOALS: dict[str, Goal] = {
+    "makespan_speedup": (">=", 3.0),
+    "makespan_speedup_64": (">=", 2.2),
+    "tail_speedup": (">=", 4.0),
+    "of_hindsight": (">=", 0.97),
+    "over_simple_selector": (">=", 1.0),
+    "k0_ratio": (">=", 0.97),
+    "useless_drafter_ratio": (">=", 0.98),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutArm:
+    name: str
+    selector: SelectorConfig | None = None
+    engine: str = "drafter"
+
+
+@dataclass(frozen=True, slots=True)
+class _ArmGroup:
+    """Arms that take turns on the same work."""
+
+    arms: Sequence[RolloutArm]
+    work: RequestSet
+    most_active: int = ACTIVE
+    note: str = ""
+    """Ends the arms' names where the work is another than in the headline."""
+
+
+PLAIN = RolloutArm("plain", None, "plain")
+SELECTOR = RolloutArm("selector", MeasuredSelector())
+USELESS = RolloutArm("useless", MeasuredSelector(), "useless")
+
+
+def run(
+    *,
+    context: Context,
+    overrides: Sequence[str] = (),
+    model: str = "arena:large",
+    repetitions: int = 4,
+    seed: int = 0,
+) -> Result:
+    """`repetitions`: rounds that are wanted; more where the tail is short of tokens, fewer where time is. `overrides`
+    may name the drafter, EAGLE-3 in place of DFlash, and the largest draft length."""
+    asked = asked_for(overrides)
+    assert isinstance(asked.drafter, LearnedDrafter)
+    model_path = resolve_policy(model, context)
+    drafter = resolve_drafter(asked.drafter.path, model, context, kind=asked.drafter.kind)
+    with tempfile.TemporaryDirectory() as scratch:
+        useless = Path(scratch) / "useless"
+        random_drafter(drafter, useless, seed=seed)
+        kinds = {"plain": None, "useless": _with_drafter(asked, useless), "drafter": _with_drafter(asked, drafter)}
+        return _measure(model, model_path, kinds, repetitions, seed, context)
+
+
+def _with_drafter(speculation: SpeculationConfig, path: Path) -> SpeculationConfig:
+    return speculation.model_copy(update={"drafter": speculation.drafter.model_copy(update={"path": str(path)})})
+
+
+def _measure(
+    model: str,
+    model_path: Path,
+    kinds: Mapping[str, SpeculationConfig | None],
+    repetitions: int,
+    seed: int,
+    context: Context,
+) -> Result:
+    before, began_s, load_before = CpuTimes.now(), time.monotonic(), os.getloadavg()[0]
+    drafts = kinds["drafter"]
+    assert drafts is not None
+    speculations, config = [*kinds.values(), drafts], fastest(CONFIG)
+    context.progress("drawing lengths")
+    work = _draw(drawn_from(model, context), seed, context)
+    context.progress(f"{len(work.requests)} requests, {sum(work.lengths)} tokens, longest {max(work.lengths)}")
+    with engines(model_path, speculations, seed=seed, context=context, config=config) as started:
+        bench = _RolloutBench(dict(zip(kinds, (started[:1], started[1:2], started[2:]), strict=True)), context)
+        ridges = [bench.ridge(model_path, seed + 1 + number) for number in range(3)]
+        survey = bench.survey(_every(4, work), drafts.max_draft_length)
+        table = best_table(survey)
+        groups = _groups(survey, table, work)
+        rounds, machine = bench.rounds(groups, repetitions, began_s + BUDGET_S)
+    figures, spread, pairs = paired(_ratios(rounds))
+    figures["tail_speedup"] = tail_rate(compared(rounds, "selector")) / tail_rate(compared(rounds, "plain"))
+    figures["ridge_tokens"], spread["ridge_tokens"] = middle([ridge["tokens"] for ridge in ridges])
+    by_batch = speedup_by_batch([round_[0] for round_ in rounds])
+    at_ridge = bucket_of(max(1, min(ACTIVE, round(RIDGE_SHARE * figures["ridge_tokens"]))))
+    figures["decode_speedup_at_ridge"] = by_batch.get(name_of(at_ridge), math.nan)
+    figures |= _lengths(work.lengths)
+    figures["tail_tokens"] = min(tail(compared(rounds, arm))[0] for arm in ("plain", "selector"))
+    subject = {"model": model, "drafter": drafts.drafter.kind, "max_draft_length": drafts.max_draft_length}
+    return Result(
+        name="rollout",
+        figures=figures,
+        spread=dict.fromkeys(figures, 0.0) | spread,
+        goals=GOALS,
+        environment=environment(seeds=[seed], config=subject | {"engine": config.model_dump(mode="json")}),
+        details={
+            "lengths": sorted(work.lengths),
+            "group_lengths": [
+                work.lengths[first : first + GROUP_SIZE] for first in range(0, len(work.lengths), GROUP_SIZE)
+            ],
+            "past_end_share": median(work.past_end_share(batch) for batch in rounds[-1][0].values()),
+            "prefill_saved_share": _prefill_saved(work, rounds[-1][0]["selector"]),
+            "ridge": ridges,
+            "tail": {arm: tail(compared(rounds, arm)) for arm in ("plain", "selector")},
+            "hindsight_table": table,
+            "survey_s": {k: [batch.seconds for batch in batches] for k, batches in survey.items()},
+            "makespan_s": _makespans(rounds, groups),
+            "speedup_by_batch": by_batch,
+            "paired": pairs,
+            "rate_by_batch": rate_by_batch(survey, [groups[0]["plain"] for groups in rounds]),
+            "accepted_by_position": _acceptance(rounds),
+            "chosen": [asdict(step) for step in rounds[-1][0]["selector"].steps],
+            "selector": rounds[-1][0]["selector"].figures,
+            "machine": {"load_before": load_before, "overall": meanwhile(before), "rounds": machine},
+        },
+    )
+
+
+def _draw(model_path: Path, seed: int, context: Context) -> RequestSet:
+    with engines(model_path, [None], seed=seed, context=context, config=fastest(CONFIG)) as (engine,):
+        return grouped(engine, model_path, num_prompts=NUM_PROMPTS, group_size=GROUP_SIZE, max_tokens=640, seed=seed)
+
+
+def _every(nth: int, work: RequestSet) -> RequestSet:
+    """A part of every group's siblings."""
+    return replace(work, requests=work.requests[::nth])
+
+
+class _RolloutBench:
+    def __init__(self, started: Mapping[str, Sequence[SteppedEngine]], context: Context) -> None:
+        self._engines = started
+        self._context = context
+
+    def ridge(self, model_path: Path, seed: int) -> dict[str, float]:
+        """Measure on plain vLLM, with prompts that nobody has read before."""
+        (plain,) = self._engines["plain"]
+        prompts = arena_requests(model_path, num_prompts=32, group_size=1, max_tokens=1, seed=seed)
+        reading = plain.run(Order(requests=prompts, to_the_end=True, forget_prefixes=True))
+        prefill_rate = sum(len(request.prompt_ids) for request in prompts) / reading.seconds
+        alone = plain.run(Order(requests=[replace(prompts[0], max_tokens=24)], to_the_end=True))
+        step_s = median(seconds for _, seconds in alone.step_s[1:])
+        return {"prefill_tokens_per_s": prefill_rate, "one_token_s": step_s, "tokens": prefill_rate * step_s}
+
+    def survey(self, work: RequestSet, longest: int, repetitions: int = 1) -> dict[int, list[SteppedBatch]]:
+        """Measure every fixed draft length, beside different arms each time."""
+        batches: dict[int, list[SteppedBatch]] = defaultdict(list)
+        at_once = len(self._engines["drafter"])
+        for number in range(repetitions):
+            lengths = list(range(longest + 1))
+            random.Random(number).shuffle(lengths)  # noqa: S311
+            for first in range(0, len(lengths), at_once):
+                arms = {k: _fixed(k) for k in lengths[first : first + at_once]}
+                group = self._run(_ArmGroup(list(arms.values()), work))
+                for k, arm in arms.items():
+                    batches[k].append(group[arm.name])
+        return dict(sorted(batches.items()))
+
+    def rounds(
+        self, groups: Sequence[_ArmGroup], wanted: int, until_s: float
+    ) -> tuple[list[Round], list[dict[str, float]]]:
+        """Run rounds until there are as many as wanted and the tail has its tokens, or the time is up. Returns also
+        what the machine did in each."""
+        found: list[Round] = []
+        machine: list[dict[str, float]] = []
+        while wants_more(found, wanted):
+            before, began_s = CpuTimes.now(), time.monotonic()
+            found.append([self._run(group) for group in groups])
+            machine.append(meanwhile(before))
+            first, now_s = found[-1][0], time.monotonic()
+            speedup = first["plain"].seconds / first["selector"].seconds
+            self._context.progress(f"round {len(found)}: selector {speedup:.2f} times plain; {machine[-1]}")
+            if now_s + (now_s - began_s) > until_s:
+                break
+        return found, machine
+
+    def _run(self, group: _ArmGroup) -> dict[str, SteppedBatch]:
+        """Run arms in turns, the selector always on the drafter's first engine, which holds what it has learnt."""
+        free = {kind: list(started) for kind, started in self._engines.items()}
+        orders = [
+            (
+                free[arm.engine].pop(0),
+                Order(
+                    requests=group.work.requests,
+                    selector=arm.selector,
+                    name=arm.name,
+                    to_the_end=True,
+                    most_active=group.most_active,
+                    forget_prefixes=True,
+                ),
+            )
+            for arm in sorted(group.arms, key=lambda arm: arm is not SELECTOR)
+        ]
+        batches = {order.name: batch for (_, order), batch in zip(orders, lockstep(orders, PART), strict=True)}
+        self._context.progress("  " + ", ".join(f"{name} {batch.seconds:.2f} s" for name, batch in batches.items()))
+        return batches
+
+
+def _fixed(k: int) -> RolloutArm:
+    return RolloutArm(f"k={k}", FixedSelector(draft_length=k))
+
+
+def _groups(
+    survey: Mapping[int, Sequence[SteppedBatch]],
+    table: Sequence[tuple[int, int, int]],
+    work: RequestSet,
+) -> list[_ArmGroup]:
+    """The headline first, 64 active last."""
+    best_fixed = min((k for k in survey if k), key=lambda k: median(batch.seconds for batch in survey[k]))
+    hindsight = RolloutArm("hindsight", TableSelector(ranges=tuple(table)))
+    return [
+        _ArmGroup([PLAIN, SELECTOR, hindsight], work),
+        _ArmGroup([SELECTOR, RolloutArm("simple", SimpleSelector())], _every(2, work), note=" (half)"),
+        _ArmGroup(
+            [PLAIN, _fixed(0), USELESS, replace(_fixed(best_fixed), name="best fixed")],
+            _every(4, work),
+            note=" (quarter)",
+        ),
+        _ArmGroup([PLAIN, SELECTOR], _every(2, work), MANY_ACTIVE, note=" (64 active)"),
+    ]
+
+
+def _lengths(lengths: Sequence[int]) -> dict[str, float]:
+    return {
+        "length_median": float(np.median(lengths)),
+        "length_p99": float(np.quantile(lengths, 0.99)),
+        "length_max": float(max(lengths)),
+    }
+
+
+def _prefill_saved(work: RequestSet, batch: SteppedBatch) -> float:
+    """Share of the prompts' tokens that came from the prefix cache; the last token of a prompt counts as decoding."""
+    prompts = sum(len(request.prompt_ids) - 1 for request in work.requests)
+    return 1 - sum(step.num_prefill_tokens for step in batch.steps) / prompts
+
+
+def _makespans(rounds: Sequence[Round], groups: Sequence[_ArmGroup]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for measured in rounds:
+        for group, batches in zip(groups, measured, strict=True):
+            for name, batch in batches.items():
+                found[name + group.note].append(batch.seconds)
+    return dict(found)
+
+
+def _ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
+    """One value a round of each figure."""
+
+    def shorter(slow: str, fast: str) -> list[float]:
+        """Ratios within the first group of each round that has both; the last has 64 active."""
+        found = [next(group for group in groups[:-1] if slow in group and fast in group) for groups in rounds]
+        return [group[slow].seconds / group[fast].seconds for group in found]
+
+    first = [groups[0] for groups in rounds]
+    return {
+        "makespan_speedup": shorter("plain", "selector"),
+        "makespan_speedup_64": [groups[-1]["plain"].seconds / groups[-1]["selector"].seconds for groups in rounds],
+        "tail_speedup": tail_ratios(rounds),
+        "of_hindsight": shorter("hindsight", "selector"),
+        "over_simple_selector": shorter("simple", "selector"),
+        "best_fixed_speedup": shorter("plain", "best fixed"),
+        "k0_ratio": shorter("plain", "k=0"),
+        "useless_drafter_ratio": shorter("plain", "useless"),
+        "limit": [limit(group) for group in first],
+        "accepted_length": [_accepted_length(group["selector"]) for group in first],
+    }
+
+
+def _accepted_length(batch: SteppedBatch) -> float:
+    verified = [step for step in batch.steps if step.verified]
+    return 1 + sum(step.num_accepted for step in verified) / sum(step.num_verifications for step in verified)
+
+
+def _acceptance(rounds: Sequence[Round]) -> dict[str, list[float]]:
+    """Share of the drafts with a token at a position that had it accepted, by position."""
+    found = {}
+    for arm in ("selector", "useless"):
+        steps = [step for groups in rounds for group in groups if arm in group for step in group[arm].steps]
+        longest = max((len(step.proposed_at) for step in steps), default=0)
+        proposed, accepted = [0] * longest, [0] * longest
+        for step in steps:
+            for position, (a, b) in enumerate(zip(step.proposed_at, step.accepted_at, strict=True)):
+                proposed[position] += a
+                accepted[position] += b
+        found[arm] = [a / p if p else 0.0 for a, p in zip(accepted, proposed, strict=True)]
+    return found

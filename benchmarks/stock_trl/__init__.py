@@ -1,0 +1,1 @@
+"""Stock TRL in processes of its own, for comparison."""

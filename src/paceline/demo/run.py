@@ -1,0 +1,148 @@
+"""The demo from beginning to end: two timelines, a certificate, a few RL steps, one page.
+
+batch ──▶ plain vLLM ──▶ timeline ┐
+  └─────▶ Paceline ────▶ timeline ┴▶ speed-up
+a few prompts, many times, through both engines ──▶ two-sample test ──▶ certificate
+arena:small, speculation and idle drafter training ──▶ learning curve
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from paceline.certify.lossless import FALSE_POSITIVE_RATE, two_sample
+from paceline.config import EagleDrafter, EngineConfig, MeasuredSelector, SpeculationConfig, load_config
+from paceline.context import Context
+from paceline.demo.batch import DemoTimeline, long_tailed_batch, play, said
+from paceline.demo.page import write_demo_page
+from paceline.demo.show import shown
+from paceline.devices import fast_precision
+from paceline.measure import Result, environment
+from paceline.report.summary import summary
+from paceline.rollout.stepped import Order, SteppedEngine
+from paceline.sessions import train as session
+from paceline.sessions.workloads import resolve_drafter, resolve_policy
+from paceline.types import RolloutRequest, Tokens
+
+_MAX_DRAFT_LENGTH = 7
+_MOST_REQUESTS = 64
+_WARM_UP = 24
+"""Tokens of each request before anything is timed: first steps find the caches cold, and the selector knows nothing.
+An engine that trains has both behind it after its first batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is done."""
+
+    model: str = "arena:large"
+    num_requests: int
+    longest: int
+    num_prompts: int
+    samples_per_prompt: int
+    tokens: int
+    """Length of the certificate's answers."""
+    rl_steps: int
+    """0 leaves out the training, whose engines and learner take a minute to start."""
+    max_seconds: float
+
+
+FULL = Size(num_requests=12, longest=280, num_prompts=4, samples_per_prompt=32, tokens=6, rl_steps=3, max_seconds=300.0)
+QUICK = Size(num_requests=8, longest=100, num_prompts=4, samples_per_prompt=16, tokens=4, rl_steps=0, max_seconds=120.0)
+
+
+def run(
+    *, context: Context, config_file: Path, page: Path, overrides: Sequence[str] = (), size: Size = FULL, seed: int = 0
+) -> Result:
+    """Run everything and write `page`."""
+    began_s = time.monotonic()
+    model_path = resolve_policy(size.model, context)
+    drafter = resolve_drafter("arena", size.model, context)
+    requests = long_tailed_batch(model_path, num_requests=size.num_requests, longest=size.longest, seed=seed)
+    timelines, answers, drafted = _compare(model_path, drafter, requests, size, seed, context)
+    plain, ours = timelines
+    context.progress("certificate: two-sample test")
+    test = two_sample(*answers, seed=seed)
+    certified = test.p_value >= FALSE_POSITIVE_RATE and drafted > 0
+    config = load_config(
+        config_file,
+        [
+            f"run.steps={max(1, size.rl_steps)}",
+            f"eval.every={max(1, size.rl_steps)}",
+            f"rollout.engine.dtype={fast_precision()}",
+            *overrides,
+        ],
+    )
+    directory = session.run(config, context) if size.rl_steps else None
+    spread: dict[str, float] = {}
+    figures = {
+        "seconds": time.monotonic() - began_s,
+        "speedup": plain.seconds / ours.seconds,
+        "certified": float(certified),
+        "two_sample_p": test.p_value,
+    }
+    if directory is not None:
+        learnt = summary(directory)
+        assert learnt.accuracy_start is not None and learnt.accuracy_end is not None
+        figures["accuracy_gain"] = learnt.accuracy_end - learnt.accuracy_start
+        variance = sum(right * (1 - right) for right in (learnt.accuracy_start, learnt.accuracy_end))
+        spread["accuracy_gain"] = 2 * math.sqrt(variance / config.eval.num_prompts)
+    result = Result(
+        name="demo",
+        figures=figures,
+        spread=dict.fromkeys(figures, 0.0) | spread,
+        goals={"seconds": ("<=", size.max_seconds), "speedup": (">=", 1.5), "certified": (">=", 1.0)},
+        environment=environment(seeds=[seed], config=config.model_dump(mode="json")),
+        details={"size": asdict(size), "two_sample": asdict(test), "timelines": [asdict(line) for line in timelines]},
+    )
+    write_demo_page(page, result, timelines, test, directory)
+    return result
+
+
+def _compare(
+    model_path: Path, drafter: Path, requests: list[RolloutRequest], size: Size, seed: int, context: Context
+) -> tuple[list[DemoTimeline], list[list[Tokens]], int]:
+    """Timelines and the certificate's answers of plain vLLM and of Paceline, and how much the latter drafted."""
+    config = EngineConfig(dtype=fast_precision(), max_model_len=768, max_num_seqs=_MOST_REQUESTS, kv_cache_gb=1.0)
+    # Two engines share the GPU.
+    config = config.model_copy(update={"gpu_memory_utilization": config.gpu_memory_utilization / 2})
+    speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=_MAX_DRAFT_LENGTH)
+    timelines = [DemoTimeline(name=name, num_requests=len(requests)) for name in ("plain vLLM", "Paceline")]
+    selectors = (None, MeasuredSelector())
+    warm_up = [replace(request, max_tokens=_WARM_UP) for request in requests]
+    answers: list[list[Tokens]] = []
+    drafted = 0
+    context.progress(f"starting two engines on {size.model}, with speculation and without")
+    with ExitStack() as stack:
+        # Both at once, since a start keeps one core busy; then one works at a time, on all cores.
+        engines = [
+            SteppedEngine(model_path, config, seed=seed + number, cpus=sorted(os.sched_getaffinity(0)), speculation=arm)
+            for number, arm in enumerate((None, speculation))
+        ]
+        for engine in engines:
+            stack.callback(engine.close)
+        for engine, selector in zip(engines, selectors, strict=True):
+            engine.wait()
+            engine.run(Order(requests=warm_up, selector=selector, name="demo", to_the_end=True))
+        for engine, selector, timeline in zip(engines, selectors, timelines, strict=True):
+            with shown([line for line in timelines if line is timeline or line.at_s], context) as watch:
+                batch = play(engine, requests, timeline, selector=selector, watch=watch)
+            drafted += sum(step.verified * step.num_requests for step in batch.steps)
+        for engine, selector, timeline in zip(engines, selectors, timelines, strict=True):
+            context.progress(f"certificate: {timeline.name} answers {size.num_prompts} prompts")
+            answers.append(
+                said(
+                    engine,
+                    requests[: size.num_prompts],
+                    selector=selector,
+                    num_samples=size.samples_per_prompt,
+                    tokens=size.tokens,
+                )
+            )
+    return timelines, answers, drafted

@@ -1,1 +1,0 @@
-"""vLLM engines that benches drive by hand."""

@@ -1,1 +1,0 @@
-"""Other trainers as benches run them: in processes of their own, with libraries that Paceline does not need."""
