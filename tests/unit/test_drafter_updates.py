@@ -199,7 +199,7 @@ def test_failed_pushes_are_counted_told_once_and_end_training(
     assert metrics["draft/failures"] == 3 and metrics["draft/published_round"] == 0
     told = [record.message for record in caplog.records]
     assert sum("drafter training failed (publish)" in line for line in told) == 1
-    assert sum("given up after 3 failures in a row (publish)" in line for line in told) == 1
+    assert sum("ended after 3 consecutive failures (publish)" in line for line in told) == 1
     trained = metrics["draft/tokens_trained"]
     updater.update(make_head(), budget_s=30)
     assert updater.metrics()["draft/tokens_trained"] == trained

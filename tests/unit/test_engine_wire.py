@@ -61,8 +61,8 @@ def test_call_and_answer_go_through_json(server: Any) -> None:
         ((404, "Not Found"), "start the server with --middleware"),
         ((500, "Call to collective_rpc method failed: Method 'x' is not implemented."), "PACELINE="),
         ((500, "Worker failed: 'CPUWorker' object has no attribute 'paceline_counters'"), "PACELINE="),
-        ((200, "<html>"), "as no server of vLLM does"),
-        ((200, "[]"), "as no server of vLLM does"),
+        ((200, "<html>"), "unlike a vLLM server"),
+        ((200, "[]"), "unlike a vLLM server"),
         ((500, "out of memory"), "answered 500 to paceline_counters: out of memory"),
     ],
 )

@@ -57,7 +57,7 @@ def test_the_card_states_acceptance_data_provenance_and_how_to_serve(tmp_path: P
     assert "| acceptance at this position (overlap) | 0.910 | 0.820 |" in text
     assert "| accepted length at this draft length | 1.90 | 2.64 |" in text
     for fact in (
-        "12,109 tokens",
+        "12,109 held-out tokens",
         "prompts: prompts.jsonl",
         "random weights",
         "700,123",
@@ -124,6 +124,6 @@ def test_damage_and_strangers_are_refused_and_nothing_is_written(tmp_path: Path)
     with pytest.raises(ValueError, match="paceline draft train"):
         export_drafter(tmp_path / "nowhere", tmp_path / "out")
     policy_config().save_pretrained(tmp_path / "policy")
-    with pytest.raises(ValueError, match="is no drafter of kind eagle3 or dflash"):
+    with pytest.raises(ValueError, match="is not a drafter of kind eagle3 or dflash"):
         export_drafter(tmp_path / "policy", tmp_path / "out")
     assert not (tmp_path / "out").exists()

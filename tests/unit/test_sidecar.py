@@ -146,7 +146,7 @@ def test_better_drafter_reaches_the_server_and_nothing_is_left_behind(
         run(settings, lambda line: (lines.append(line), engine.generate(1.2), until_published(engine, 1)(line))[0])
     assert engine.version == engine.num_pushes == 1
     assert any("eagle3" in line for line in lines) and any("accepted length" in line for line in lines)
-    assert sum("1 lines are no rollouts so far" in line and "2.jsonl" in line for line in lines) == 1
+    assert sum("1 invalid lines so far" in line and "2.jsonl" in line for line in lines) == 1
     kept = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(kept[name], weight) for name, weight in engine.weights.items())
     steps = read_metrics(tmp_path / "sidecar.jsonl")["step"]
@@ -212,7 +212,7 @@ def test_refused_drafters_end_the_sidecar_with_the_reason(server: Any, settings:
     """One that trained on for ever in vain would look like one that works."""
     server.engine.refuse = "drafter: planted"
     lines: list[str] = []
-    with pytest.raises(PacelineError, match="not trained any more"):
+    with pytest.raises(PacelineError, match="drafter training has ended"):
         run(replace(settings, rounds=None), lines.append)
     assert any("planted" in line for line in lines) and server.engine.version == 0
 
@@ -236,7 +236,7 @@ def test_newer_policy_is_taken_and_a_broken_one_is_told(
         f"policy {checkpoints[0]}",
         f"policy {tmp_path / 'run' / 'checkpoint-1'}",
     ]
-    assert sum("the one before it is used" in line for line in lines) == 1
+    assert sum("using the previous one" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:8000", "http://server.example:8000", "http://[2001:db8::1]:8000"])

@@ -1,1 +1,1 @@
-"""Who proposes: EAGLE-3, DFlash and history drafters, and how they are trained."""
+"""Drafters (EAGLE-3, DFlash, history) and their training."""

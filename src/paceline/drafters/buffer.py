@@ -1,20 +1,18 @@
-"""Training data on its way from the learner to drafter training: rollouts with hidden states, in a bounded directory.
+"""Training data for drafters: rollouts with hidden states, passed from learner to trainers in a bounded directory.
 
     learner's ranks ── put ──▶ one file a document, moved into place ──▶ trainers on the node ── draw, heldout ──▶ mmap
 
-In shared memory the directory is memory that all processes of the node see; on a disk it is the same, spilled. Nobody
-copies a document to read it: a file is mapped, and its arrays are views of the map. A file that is removed while
-somebody reads it stays whole for that reader. The name of a file says everything that choosing needs (version, length,
-use), so listing the directory opens none. A file carries its checksum, which is verified when it is mapped.
+The directory is usually in shared memory. Readers map files instead of copying them, and a removed file stays intact
+for its readers. The name of a file holds version, length and use, so listing the directory opens no files. Each file
+carries a checksum, which is verified when the file is mapped.
 
-The oldest policy versions are evicted first, with two exceptions. Short responses are many and cheap, and would crowd
-out the long ones, which a drafter needs most because the tail of a phase consists of them: the longest documents of
-earlier versions therefore keep a share of the room for as long as their version is recent enough. And documents of
-held-out prompts have room of their own. The hash of the prompt decides whether a document is held out, so that neither
-a sibling nor the same prompt in a later epoch is trained on.
+The oldest policy versions are evicted first, with two exceptions. Many short responses would crowd out the long ones,
+which matter most because they form the tail of a phase, so the longest documents of earlier versions keep a share of
+the capacity until their version expires. Held-out documents have separate capacity. The hash of the prompt decides
+whether a document is held out, so siblings and later epochs of a held-out prompt are never trained on.
 
 The target distribution is the policy's output head applied to a document's last hidden states. Only the newest head is
-kept, so hidden states of an older version are read through today's head; `keep_versions` bounds how old they can be.
+kept, so older hidden states pass through a newer head; `keep_versions` bounds their age.
 
 Dimension suffixes: V vocabulary, D hidden size of the policy.
 """
@@ -57,10 +55,10 @@ class Entry:
 
 
 class Buffer:
-    """One process's access to the directory. Not safe for threads; safe among processes."""
+    """One process's access to the directory. Safe across processes, not across threads."""
 
     def __init__(self, directory: Path, config: BufferConfig, *, writer: str | None = None) -> None:
-        """`writer` names this process among those that put documents; a process that only reads has none."""
+        """`writer` identifies a process that writes documents; readers have none."""
         assert writer is None or writer.isalnum(), "it is a part of file names"
         self._directory = directory
         self._config = config
@@ -68,17 +66,13 @@ class Buffer:
         self._last_name_ns = 0
         self._heads_seen: dict[str, bool] = {}
         self.num_broken = 0
-        """Files that were there and could not be read; a file counts each time that it is drawn."""
+        """Failed reads; a damaged file counts every time it is drawn."""
         private_directory(directory)
         if writer is not None:
             remove_partials(directory, f"*-{writer}-*")  # left by a crash
 
     def put(self, documents: Sequence[Document], version: int) -> None:
-        """Write documents of this policy version, then evict others; until then the bound is exceeded by as much as
-        these take.
-
-        A document without anchors has nothing to train on and is left out.
-        """
+        """Write documents of this policy version, then evict others. Documents without anchors are left out."""
         for document in documents:
             if document.num_anchors:
                 use = "h" if is_heldout(document, self._config.heldout_share) else "t"
@@ -95,7 +89,7 @@ class Buffer:
             older.unlink(missing_ok=True)
 
     def head(self) -> tuple[int, Floats] | None:
-        """Return the newest head that is whole with its version, as a view of the file."""
+        """Return the newest intact head as a view of its file, with its version."""
         for file in sorted(self._directory.glob(f"*{_HEAD_SUFFIX}"), reverse=True):
             *_, rows, columns = file.name.removesuffix(_HEAD_SUFFIX).split("-")
             with suppress(FileNotFoundError):  # a newer one has come meanwhile
@@ -106,7 +100,7 @@ class Buffer:
         return None
 
     def _is_whole_head(self, file: Path) -> bool:
-        """Whether a head is as it was written. It is asked for before every slice of training, so each is read once."""
+        """Return whether a head is intact. Results are cached because every slice of training asks."""
         if file.name not in self._heads_seen:
             try:
                 verify_seal(file)
@@ -121,13 +115,13 @@ class Buffer:
         return sorted(self._look(), key=lambda entry: entry.file.name)
 
     def draw(self, num_tokens: int, rng: np.random.Generator) -> list[Document]:
-        """Draw documents to train on at random, none twice, of about this many tokens in all."""
+        """Draw random training documents of about this many tokens, without replacement."""
         candidates = [entry for entry in self.entries() if not entry.heldout]
         order = (candidates[i] for i in rng.permutation(len(candidates)))
         return list(self._take(order, num_tokens))
 
     def heldout(self, num_tokens: int) -> list[Document]:
-        """Return the newest held-out documents, of about this many tokens: they show what the policy says now."""
+        """Return the newest held-out documents, of about this many tokens."""
         return list(self._take((entry for entry in reversed(self.entries()) if entry.heldout), num_tokens))
 
     def _take(self, entries: Iterator[Entry], num_tokens: int) -> Iterator[Document]:
@@ -151,7 +145,7 @@ class Buffer:
         with atomic_file(self._directory / name, private=True) as partial:
             with partial.open("wb") as file:
                 for part in parts:
-                    file.write(np.ascontiguousarray(part).data)  # `tofile` does not tell of a full disk at its end
+                    file.write(np.ascontiguousarray(part).data)  # `tofile` ignores a full disk at its end
             seal(partial)
 
     def _look(self) -> Iterator[Entry]:
@@ -160,7 +154,7 @@ class Buffer:
                 if not item.name.endswith(_SUFFIX):
                     continue
                 version, _, _, num_tokens, use = item.name.removesuffix(_SUFFIX).split("-")
-                with suppress(FileNotFoundError):  # it may be evicted while we look
+                with suppress(FileNotFoundError):  # evicted meanwhile
                     yield Entry(
                         file=Path(item.path),
                         version=int(version),
@@ -175,13 +169,13 @@ class Buffer:
 
 
 def is_heldout(document: Document, share: float) -> bool:
-    """Whether documents of this prompt are held out from training; the same in every process and epoch."""
+    """Return whether documents of this prompt are held out. The answer is the same in every process and epoch."""
     prompt = np.ascontiguousarray(document.token_ids[: document.num_prompt_tokens], "<i4")
     return xxhash.xxh3_64_intdigest(prompt.tobytes()) < share * 2**64
 
 
 def victims(entries: Sequence[Entry], config: BufferConfig) -> list[Entry]:
-    """Choose the entries to evict so that the others fit; `entries` are in the order of their age."""
+    """Return the entries to evict. `entries` are sorted from oldest to newest."""
     if not entries:
         return []
     newest = max(entry.version for entry in entries)
@@ -234,13 +228,13 @@ def _parts(document: Document) -> list[np.ndarray[Any, Any]]:
     return [
         _header(num_tokens, document.num_prompt_tokens, num_taps, hidden_size),
         document.token_ids.astype(np.int32),
-        document.taps.astype(np.float32, copy=False),  # these are most of what the learner writes in its step
+        document.taps.astype(np.float32, copy=False),  # most of the bytes; avoid a copy
         document.last.astype(np.float32, copy=False),
     ]
 
 
 def _header(*numbers: int) -> np.ndarray[Any, Any]:
-    """Make the header of a file, with the place of its checksum."""
+    """Return the header of a file, with room for its checksum."""
     words = np.zeros(_HEADER_WORDS, np.int32)
     words[: 1 + len(numbers)] = (_MAGIC, *numbers)
     words.view(np.uint8)[24 : 24 + len(SEAL)] = np.frombuffer(SEAL.encode(), np.uint8)
@@ -248,8 +242,7 @@ def _header(*numbers: int) -> np.ndarray[Any, Any]:
 
 
 def _map(file: Path) -> Document:
-    """Map a file as a document whose arrays are views of it; raises ChecksumError or ValueError if the file is not
-    whole."""
+    """Map a file as a document; raise ChecksumError or ValueError if the file is damaged."""
     verify_seal(file)
     words = np.memmap(file, np.int32, "r")
     if len(words) < _HEADER_WORDS or words[0] != _MAGIC:

@@ -1,9 +1,9 @@
-"""Checkpoints of learned drafters: written as speculators models, which stock vLLM serves, and checked before use.
+"""Checkpoints of learned drafters in speculators' format, which stock vLLM serves.
 
     kinds.new_drafter ──▶ trainer.py ──▶ save ──▶ vLLM, speculators       widen: the same drafter for a grown policy
     load ────────────────────┘
 
-How a drafter guesses is in eagle.py and dflash.py. `preflight` compares a checkpoint of anyone's making with a policy.
+eagle.py and dflash.py define the forward passes. `preflight` checks a checkpoint against a policy.
 "Taps" are the auxiliary hidden states of the policy that a drafter reads, numbered as vLLM does: i is after i layers.
 """
 
@@ -39,13 +39,12 @@ _TAPS_KEYS = {"eagle3": "eagle_aux_hidden_state_layer_ids", "dflash": "aux_hidde
 
 
 def attention_name(kind: str) -> str:
-    """Name under which our attention for this kind is registered in transformers; `instantiate` makes layers with
-    it."""
+    """Return the name under which our attention for this kind is registered in transformers."""
     return f"paceline_{kind}"
 
 
 def layer_settings(policy: PreTrainedConfig) -> dict[str, Any]:
-    """Settings of a decoder layer of the policy's shape."""
+    """Return the settings of a decoder layer with the policy's shape."""
     return {
         "vocab_size": policy.vocab_size,
         "hidden_size": policy.hidden_size,
@@ -74,7 +73,7 @@ def speculators_config(kind: str, policy: PreTrainedConfig, policy_path: Path, d
 
 
 def instantiate(config: SpeculatorModelConfig) -> Drafter:
-    """Make the model of a config in float32 with our attention; all weights but the policy's own are trainable."""
+    """Build the model of a config in float32 with our attention. The policy's own weights are frozen."""
     from speculators import SpeculatorModel
 
     layer = config.transformer_layer_config
@@ -92,16 +91,15 @@ def instantiate(config: SpeculatorModelConfig) -> Drafter:
 def save(
     drafter: Drafter, directory: Path, *, tokenizer: Path | None = None, notes: Callable[[Path], None] | None = None
 ) -> None:
-    """Write a speculators checkpoint in one move: `vllm serve` and speculators load it as it is.
+    """Write a speculators checkpoint atomically.
 
-    `tokenizer` is the policy's tokenizer.json, which lets `preflight` recognise another policy with an equally large
-    vocabulary. `notes` writes further files (provenance.py) into the directory before its checksums are taken."""
+    `tokenizer` is the policy's tokenizer.json, by which `preflight` detects a different policy with the same vocabulary
+    size. `notes` writes further files (provenance.py) before checksums are computed."""
     write_checkpoint(directory, _config_text(drafter), weights_of(drafter), tokenizer, notes)
 
 
 def weights_of(drafter: Drafter) -> dict[str, torch.Tensor]:
-    """The tensors of its checkpoint, under the names that they have there; on the CPU, and no copies if they are there
-    already."""
+    """Return the tensors of a checkpoint by name, on the CPU; without a copy if they are there already."""
     return {
         name: weight.detach().cpu().contiguous()
         for name, weight in drafter.state_dict().items()
@@ -133,7 +131,7 @@ def write_checkpoint(
 
 
 def load(directory: Path) -> Drafter:
-    """Load the drafter of a checkpoint, ready for training; its checksums are verified if it has any."""
+    """Load the drafter of a checkpoint for training. Verify checksums if there are any."""
     from speculators import SpeculatorModelConfig
 
     verify_checksums(directory)
@@ -157,10 +155,9 @@ def widen(
     taps: Sequence[int],
     notes: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write the same drafter for a policy that was grown from its own.
+    """Write the drafter of a policy for a policy grown from it.
 
-    The grown policy's hidden states are the original ones followed by zeros, so the columns that read those are zero
-    too."""
+    The grown policy's hidden states end with zeros, so the new columns are zero too."""
     verify_checksums(source)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     policy = policy_config(policy_path)
@@ -180,11 +177,10 @@ def widen(
 
 
 def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: torch.dtype) -> Path:
-    """Return a checkpoint whose embedding and output head differ from the policy's in every row: `source` itself, or a
-    copy in `out`.
+    """Return `source`, or a copy in `out` that differs in every row from the policy's embedding and output head.
 
-    vLLM shares equal tensors when it loads drafter and policy, and a push to the drafter would then overwrite the
-    policy's. Each tensor-parallel worker compares its own rows."""
+    vLLM shares equal tensors of drafter and policy, and a push to the drafter would then overwrite the policy. Each
+    tensor-parallel worker compares its own rows."""
     verify_checksums(source)
     weights = load_file(source / "model.safetensors")
     embedding_VD, head_VD = policy_embeddings(model_path)
@@ -197,7 +193,7 @@ def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: tor
         if own_VD is None or other_VD is None or own_VD.shape != other_VD.shape:
             continue
         equal_V = (own_VD.to(dtype) == other_VD.to(dtype)).all(1)
-        # One weight of a row, and enough to be seen in bfloat16.
+        # Change one weight per row, by enough to survive bfloat16.
         own_VD[:, 0] += equal_V * (0.02 * own_VD[:, 0].abs()).clamp(1e-3)
         equal = equal or bool(equal_V.any())
     if not equal:
@@ -207,14 +203,14 @@ def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: tor
 
 
 def policy_embeddings(model_path: Path) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Read the policy's embedding and output head, the same where they are tied; None for what is not found."""
+    """Read the policy's embedding and output head, which are equal if tied. None stands for a missing tensor."""
     embedding_VD = _policy_tensor(model_path, "model.embed_tokens.weight")
     head_VD = _policy_tensor(model_path, "lm_head.weight")
     return embedding_VD, embedding_VD if head_VD is None else head_VD
 
 
 def _policy_tensor(model_path: Path, name: str) -> torch.Tensor | None:
-    """Read one tensor of a policy's checkpoint; None if it has none of that name, as with a tied head."""
+    """Read one tensor of a policy's checkpoint; None if it is missing, like a tied head."""
     for file in sorted(model_path.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             if name in tensors.keys():  # noqa: SIM118  not a dict
@@ -223,20 +219,20 @@ def _policy_tensor(model_path: Path, name: str) -> torch.Tensor | None:
 
 
 def read_taps(drafter_path: Path, model_path: Path) -> tuple[int, ...]:
-    """Read which hidden states of the policy a checkpoint uses, in vLLM's numbering (i: after i layers)."""
+    """Return the hidden states of the policy that a checkpoint reads, in vLLM's numbering (i: after i layers)."""
     return taps_among(drafter_path, policy_config(model_path)["num_hidden_layers"])
 
 
 def taps_among(drafter_path: Path, num_layers: int) -> tuple[int, ...]:
-    """As `read_taps`, by the number of the policy's layers."""
+    """Return `read_taps` for a policy with this many layers."""
     config = json.loads((drafter_path / "config.json").read_text(encoding="utf-8"))
     return tuple(_taps(config.get("speculators_model_type", "eagle3"), config, num_layers))
 
 
 def preflight(drafter_path: Path, model_path: Path, *, kind: str, max_model_len: int) -> None:
-    """Refuse a drafter that does not belong to this policy, before an engine loads either.
+    """Refuse a drafter that does not match this policy.
 
-    vLLM loads most of these without a warning and accepts nothing afterwards, which looks like a poor drafter.
+    vLLM loads most mismatches without a warning and then accepts nothing.
     """
     who = f"speculation.drafter.path: {drafter_path}"
     config, layer, shapes = read_parts(drafter_path, kind, who=who)
@@ -256,21 +252,20 @@ def preflight(drafter_path: Path, model_path: Path, *, kind: str, max_model_len:
     if layer["max_position_embeddings"] < max_model_len:
         raise ValueError(
             f"{who} knows {layer['max_position_embeddings']} positions; must be at least max_model_len "
-            f"({max_model_len}) because drafts beyond go wrong, and long rollouts are the ones that everything waits "
-            "for: lower max_model_len, or train a drafter with `paceline draft train`"
+            f"({max_model_len}) because drafts beyond them are wrong: lower max_model_len, or train a drafter with "
+            "`paceline draft train`"
         )
     _check_taps(who, kind, config, layer, shapes, policy)
     if kind == "dflash" and not 0 <= (mask := _mask_token(config)) < layer["vocab_size"]:
         raise ValueError(
-            f"{who} has mask_token_id {mask}; must be one of 0..{layer['vocab_size'] - 1} because its embedding stands "
-            "for every token that is to be drafted: set it in the drafter's config.json to the one that it was trained "
-            "with"
+            f"{who} has mask_token_id {mask}; must be one of 0..{layer['vocab_size'] - 1} because its embedding is the "
+            "input of every draft position: set it in the drafter's config.json to the token used in training"
         )
     own, other = drafter_path / "tokenizer.json", model_path / "tokenizer.json"
     if own.is_file() and other.is_file() and _vocabulary(own) != _vocabulary(other):
         raise ValueError(
-            f"{who} was trained with another tokenizer than {other}; must be the same because equal ids would mean "
-            f"different text: take the drafter of {model_path}"
+            f"{who} was trained with another tokenizer than {other}; must be the same because equal ids mean "
+            f"different text: use the drafter of {model_path}"
         )
 
 
@@ -282,29 +277,27 @@ def _check_taps(
     shapes: dict[str, tuple[int, ...]],
     policy: dict[str, Any],
 ) -> None:
-    """Check that the policy has the hidden states which the drafter reads."""
+    """Check that the policy has the hidden states that the drafter reads."""
     num_layers = policy["num_hidden_layers"]
     taps = _taps(kind, config, num_layers)
     target_size = config.get("target_hidden_size") or layer["hidden_size"]
     if target_size != policy["hidden_size"] or shapes["fc.weight"] != (layer["hidden_size"], len(taps) * target_size):
         raise ValueError(
             f"{who} reads {len(taps)} hidden states of {target_size} through fc.weight {shapes['fc.weight']}; must be "
-            f"of {policy['hidden_size']} because that is the policy's hidden size: take the drafter that was trained "
-            "for it"
+            f"of {policy['hidden_size']}, the policy's hidden size: use the drafter that was trained for it"
         )
     wanted = EAGLE3_TAPS if kind == "eagle3" else max(1, len(taps))
     if len(set(taps)) != wanted or not all(0 <= tap <= num_layers for tap in taps):
         raise ValueError(
-            f"{who} taps layers {taps}; must be {wanted} different ones of 0..{num_layers} because that is what the "
-            f"policy has: set {_TAPS_KEYS[kind]} in its config.json to those that it was trained with, or take another "
-            "drafter"
+            f"{who} taps layers {taps}; must be {wanted} different ones of 0..{num_layers}, the policy's layers: "
+            f"set {_TAPS_KEYS[kind]} in its config.json to the layers used in training, or use another drafter"
         )
 
 
 def read_parts(path: Path, kind: str, *, who: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Read a drafter's config, the config of its layer, and shapes by name, without loading weights.
+    """Return a drafter's config, its layer's config and its shapes by name, without loading weights.
 
-    Checksums are verified where there are any. `who` begins every error message.
+    Verify checksums if there are any. `who` starts every error message.
     """
     file, weights = path / "config.json", sorted(path.glob("*.safetensors"))
     if not file.is_file() or not weights:
@@ -321,7 +314,7 @@ def read_parts(path: Path, kind: str, *, who: str) -> tuple[dict[str, Any], dict
     try:
         verify_checksums(path)
     except ChecksumError as error:
-        raise ValueError(f"{who} is damaged, which loads silently: {error}") from None
+        raise ValueError(f"{who} is damaged: {error}") from None
     shapes: dict[str, tuple[int, ...]] = {}
     for part in weights:
         try:
@@ -337,7 +330,7 @@ def read_parts(path: Path, kind: str, *, who: str) -> tuple[dict[str, Any], dict
 
 
 def _taps(kind: str, config: dict[str, Any], num_layers: int) -> list[int]:
-    """Taps in vLLM's numbering, from checkpoints of speculators and of the drafters' original authors."""
+    """Return taps in vLLM's numbering, from speculators' format or the original authors' formats."""
     key = _TAPS_KEYS[kind]
     if kind == "dflash":
         return config.get(key) or [
@@ -353,7 +346,7 @@ def _mask_token(config: dict[str, Any]) -> int:
 
 
 def policy_config(path: Path) -> dict[str, Any]:
-    """Read a policy's config; the part of its language model, if it has others."""
+    """Return a policy's config, or its text part if it has several."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     return config.get("text_config", config)
 

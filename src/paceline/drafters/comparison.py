@@ -1,4 +1,4 @@
-"""A trained drafter against the published one, on documents of prompts that neither was trained on."""
+"""Comparison of a trained drafter with the published one on held-out documents."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def compare(
     draft_length: int,
     config: DriftConfig,
 ) -> Verdict | None:
-    """Judge the second of two states by the first; None with fewer than a quarter of the tokens that it should take.
+    """Judge the second of two states against the first; return None with too few tokens.
 
-    `drafter` is a model to load them into, and has the second one's weights afterwards."""
+    Both are loaded into `drafter`, which has the second state's weights afterwards."""
     if 4 * sum(document.num_anchors for document in documents) < config.heldout_tokens:
         return None
     found = []

@@ -1,22 +1,20 @@
-"""DFlash: a drafter that guesses all its tokens in one pass.
+"""DFlash: a drafter that guesses all tokens in one pass.
 
-DFlash (https://arxiv.org/abs/2602.06036) reads the policy's hidden states as context and fills in the blanks behind it.
-With the anchor t of packing.py, a block of slots stands at the positions after it, and each slot guesses the token of
-its own position:
+DFlash (https://arxiv.org/abs/2602.06036) reads the policy's hidden states as context and fills in masked slots after
+it. For the anchor t of packing.py, a block of slots occupies the next positions, and each slot guesses its own token:
 
     context       fc(taps)         positions 0..t        keys and values only
     slot 0        token x_{t+1}    position t + 1        known already
     slot j + 1    mask token       position t + 2 + j    out: q_j = guess of p(x_{t+2+j} | ...)
 
-Seven tokens take one pass, where EAGLE-3 makes seven. The price: a slot does not know what the slots before it will
-propose, so q_j is at best the policy's average over all that may stand between, and acceptance falls with j.
+Seven tokens take one pass instead of EAGLE-3's seven. In return, slots do not know each other's tokens: q_j is at best
+the policy's average over all tokens between, and acceptance falls with j.
 
-A slot sees the context of its anchor, itself and the slots before it, not those after it. So q_j does not depend on the
-draft length, which the selector changes from step to step. `sliding_window_non_causal: false` says this to vLLM, for
-layers of full attention too. speculators takes it to be about sliding windows only: its trainer would let slots see the
-whole block.
+A slot sees the context of its anchor, itself and earlier slots. q_j therefore does not depend on the draft length,
+which the selector changes from step to step. `sliding_window_non_causal: false` configures this in vLLM, for full
+attention too. speculators applies the setting to sliding windows only: its trainer would let slots see the whole block.
 
-Dimension suffixes are those of packing.py; B is slots of a block.
+Dimension suffixes as in packing.py, and B slots of a block.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ if TYPE_CHECKING:
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 
 NUM_LAYERS = 2
-"""The second layer lets a slot use what those before it have found. On arena:small, after 100,000 training tokens, it
-raises the accepted length from 2.7 to 3.0."""
+"""The second layer lets a slot use the results of earlier slots. It raises the accepted length on arena:small from 2.7
+to 3.0 after 100,000 training tokens."""
 
 
 def make_config(
     policy: PreTrainedConfig, *, taps: Sequence[int], policy_path: Path, draft_length: int
 ) -> DFlashSpeculatorConfig:
-    """Config of a drafter as wide as the policy, with a few layers of its shape."""
+    """Return the config of a drafter with a few layers of the policy's shape."""
     from speculators.models.dflash import DFlashSpeculatorConfig
 
     return DFlashSpeculatorConfig(
@@ -61,9 +59,9 @@ def make_config(
 
 
 def _mask_token(policy: PreTrainedConfig) -> int:
-    """Use the end-of-sequence token as the mask: nothing is drafted after it, so the drafter never reads it as itself.
+    """Return the end-of-sequence token, which is free as a mask because nothing is drafted after it.
 
-    A policy that names no such token gives the last one of its vocabulary, which is padding in most.
+    Without one, return the last token of the vocabulary, usually padding.
     """
     end = policy.eos_token_id
     if end is None:
@@ -81,10 +79,10 @@ def _attend(
     scaling: float,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as drawn above, in the form of transformers' attention functions.
+    """Compute the attention described above, as one of transformers' attention functions.
 
-    Context comes first in `key`, then the slots. The slots of an anchor see the same context: for `attend_blocks` they
-    are more queries that share its keys."""
+    `key` holds the context, then the slots. The slots of an anchor see the same context, so `attend_blocks` treats them
+    as additional queries that share its keys."""
     del module, unused
     num_anchors = sum(len(block.kept_A) for block in blocks)
     num_slots = query.shape[2] // num_anchors
@@ -115,7 +113,7 @@ AttentionInterface.register(attention_name("dflash"), cast("Any", _attend))
 def guess(
     drafter: DFlashDraftModel, pack: Pack, head_VD: torch.Tensor, num_steps: int, *, overlap_share: float = 0.0
 ) -> Guesses:
-    """Fill in `num_steps` slots behind every anchor; `head_VD` is the policy's output head."""
+    """Fill in `num_steps` slots after every anchor. `head_VD` is the policy's output head."""
     context_NH = drafter.hidden_norm(drafter.fc(pack.taps_NKD.flatten(1)))
     slot_B = torch.arange(num_steps + 1, device=pack.anchor_A.device)
     token_AB = torch.where(slot_B == 0, pack.token_N[pack.anchor_A][:, None], drafter.mask_token_id)

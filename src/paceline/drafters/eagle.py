@@ -1,13 +1,13 @@
-"""EAGLE-3: a drafter that feeds itself, one token a pass, and its unrolled training ("training-time test").
+"""EAGLE-3: an autoregressive drafter, and its unrolled training ("training-time test").
 
 EAGLE-3 (https://arxiv.org/abs/2503.01840) is one decoder layer that reads the policy's own hidden states ("taps"):
 
     step 0   in: fc(taps at t),               token x_{t+1}   position t       out: q_0 = guess of p(x_{t+2} | ...)
     step j   in: own output of step j - 1,    token x_{t+1+j} position t + j   out: q_j = guess of p(x_{t+2+j} | ...)
 
-In the first step every position has taps; later ones have none, because the policy has not been there yet, so the
-drafter feeds itself, and all steps are unrolled. An anchor t sees in step j the step-0 keys of positions up to t and
-its own chain of steps 1..j. As a mask over the keys of steps 0, 1, 2 of a document with four positions:
+In the first step every position has taps. Later positions have none because the policy has not computed them, so the
+drafter reads its own output, and training unrolls all steps. An anchor t sees in step j the step-0 keys of positions up
+to t and its own chain of steps 1..j. As a mask over the keys of steps 0, 1, 2 of a document with four positions:
 
              step 0     step 1     step 2
     t = 0    x . . .    x . . .    x . . .
@@ -15,8 +15,8 @@ its own chain of steps 1..j. As a mask over the keys of steps 0, 1, 2 of a docum
     t = 2    x x x .    . . x .    . . x .
     t = 3    x x x x    . . . x    . . . x
 
-The diagonals are dot products, never a square matrix. speculators' own forward pass does it with a dense mask; the
-tests hold both equal. Dimension suffixes are those of packing.py.
+Diagonals are computed as dot products, not as a square matrix. Tests compare the result with speculators' forward pass,
+which uses a dense mask. Dimension suffixes as in packing.py.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 def make_config(
     policy: PreTrainedConfig, *, taps: Sequence[int], policy_path: Path, draft_length: int
 ) -> Eagle3SpeculatorConfig:
-    """Config of a drafter as wide as the policy, with one layer of its shape."""
+    """Return the config of a drafter with one layer of the policy's shape."""
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
     if len(taps) != EAGLE3_TAPS:
         raise ValueError(
-            f"taps: got {list(taps)}; must be {EAGLE3_TAPS} because vLLM hands that many to an EAGLE-3 drafter"
+            f"taps: got {list(taps)}; must be {EAGLE3_TAPS} because vLLM passes that many to an EAGLE-3 drafter"
         )
     return Eagle3SpeculatorConfig(
         transformer_layer_config=LlamaConfig(num_hidden_layers=1, **layer_settings(policy)),
@@ -64,7 +64,7 @@ def make_config(
 
 
 class _Chain:
-    """Keys and values of every step so far, handed to the layers in place of transformers' cache."""
+    """Keys and values of all steps so far, in the role of transformers' cache."""
 
     def __init__(self) -> None:
         self._keys: dict[int, list[torch.Tensor]] = {}
@@ -90,8 +90,7 @@ def _attend(
     scaling: float,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over the mask drawn above, as one of transformers' attention functions; keys and values are
-    `_Chain`'s."""
+    """Compute the masked attention above, as one of transformers' attention functions."""
     del module, unused
     query_AHE = query[0].transpose(0, 1) * scaling
     num_heads = keys[0].shape[1]
@@ -112,7 +111,7 @@ AttentionInterface.register(attention_name("eagle3"), cast("Any", _attend))
 def guess(
     drafter: Eagle3DraftModel, pack: Pack, head_VD: torch.Tensor, num_steps: int, *, overlap_share: float = 0.0
 ) -> Guesses:
-    """Unroll `num_steps` steps from every anchor; `head_VD` is the policy's output head."""
+    """Unroll `num_steps` steps from every anchor. `head_VD` is the policy's output head."""
     chain = cast("Any", _Chain())
     hidden_NH = _combine(drafter, pack.taps_NKD.flatten(1))
     token_N, position_N, blocks = pack.token_N, pack.position_N, pack.everywhere

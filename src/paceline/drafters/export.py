@@ -2,8 +2,7 @@
 
     checkpoint or RUN/drafter/ ──▶ check ──▶ OUT: weights, config, checksums, evaluation, provenance, README.md
 
-Weights are copied byte by byte, and the copy is compared with the original. The card calls "not recorded" what it does
-not know.
+Weights are copied byte by byte and verified.
 """
 
 from __future__ import annotations
@@ -35,26 +34,24 @@ _UNKNOWN = "not recorded"
 
 
 def drafter_kind(directory: Path, *, key: str) -> str:
-    """Return the kind of the drafter in a directory; the error begins with `key`."""
+    """Return the kind of the drafter in a directory. Errors start with `key`."""
     file = directory / "config.json"
     kind = json.loads(file.read_text(encoding="utf-8")).get("speculators_model_type") if file.is_file() else None
     if kind not in _KINDS or not (directory / "model.safetensors").is_file():
         raise ValueError(
-            f"{key}: {directory} is no drafter of kind {' or '.join(_KINDS)} with a model.safetensors (kind: {kind}); "
-            "must be a speculators checkpoint because vLLM reads the kind from it: `paceline draft train` makes one"
+            f"{key}: {directory} is not a drafter of kind {' or '.join(_KINDS)} with a model.safetensors (kind: {kind})"
+            "; must be a speculators checkpoint because vLLM reads the kind from it: `paceline draft train` makes one"
         )
     return kind
 
 
 def export_drafter(source: Path, out: Path, *, policy: str | None = None) -> None:
-    """Write the drafter of `source` (its checkpoint, or a run that has one) to `out` in one move.
+    """Write the drafter of `source`, a checkpoint or a run, to `out` atomically.
 
-    `policy` is the name by which others find the policy; without it, the one that training recorded.
+    `policy` is the policy's public name; by default the name recorded in training.
     """
     if out.exists():
-        raise ValueError(
-            f"OUT: got {out}, which exists; must be new because an export never overwrites: name another directory"
-        )
+        raise ValueError(f"OUT: got {out}, which exists; must not exist because an export never overwrites")
     directory = find_drafter(source)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     kind = drafter_kind(directory, key="SOURCE")
@@ -79,13 +76,13 @@ def export_drafter(source: Path, out: Path, *, policy: str | None = None) -> Non
 
 
 def find_drafter(source: Path) -> Path:
-    """Return the drafter's own directory. A run has a config.json too, so its drafter is looked for first."""
+    """Return the drafter's directory. Check for a run first, because a run has a config.json too."""
     if (source / "drafter" / "config.json").is_file():
         return source / "drafter"
     if (source / "metrics.jsonl").is_file():
         raise ValueError(
-            f"SOURCE: run {source} has no drafter/ in it; must be a run that trained one, or a drafter's checkpoint: "
-            "the drafter that this run began with is named in its config.json (speculation.drafter.path)"
+            f"SOURCE: run {source} has no drafter/ in it; must be a run that trained one, or a drafter's checkpoint "
+            "(speculation.drafter.path in the run's config.json)"
         )
     if not (source / "config.json").is_file():
         raise ValueError(
@@ -96,13 +93,13 @@ def find_drafter(source: Path) -> Path:
 
 
 def speculative_config(config: dict[str, Any], model: str) -> str:
-    """vLLM's --speculative-config for a drafter with this config.json."""
+    """Return vLLM's --speculative-config for a drafter with this config.json."""
     length = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     return json.dumps({"method": config["speculators_model_type"], "model": model, "num_speculative_tokens": length})
 
 
 def card(config: dict[str, Any], evaluation: Evaluation | None, provenance: Provenance | None) -> str:
-    """The model card, in Markdown with the front matter that Hugging Face reads."""
+    """Return the model card in Markdown, with Hugging Face's front matter."""
     kind, layer = config["speculators_model_type"], config["transformer_layer_config"]
     verifier = config["speculators_config"]["verifier"]
     policy = _shown(verifier["name_or_path"] or _UNKNOWN) if provenance is None else provenance.policy
@@ -135,7 +132,7 @@ def card(config: dict[str, Any], evaluation: Evaluation | None, provenance: Prov
 
 
 def _shown(policy: str) -> str:
-    """Replace the user's home by ~: a card will be shown to others."""
+    """Replace the user's home directory by ~, since cards are published."""
     return policy.replace(f"{Path.home()}/", "~/")
 
 
@@ -149,10 +146,10 @@ def _acceptance(evaluation: Evaluation | None) -> str:
     ]
     return (
         _table(("draft position / draft length", *map(str, lengths)), rows)
-        + f"\n\nAt temperature 1, on {evaluation.num_tokens:,} tokens of the policy's rollouts that it was not trained "
-        "on. Overlap is the mean over tokens of sum_v min(p_v, q_v), p the policy's distribution and q the drafter's: "
-        "the share of drafts that are accepted, given that those before them were. Accepted length is the number of "
-        "tokens that a verification is expected to emit, bonus token included."
+        + f"\n\nAt temperature 1, on {evaluation.num_tokens:,} held-out tokens of the policy's rollouts. Overlap is "
+        "the mean over tokens of sum_v min(p_v, q_v), p the policy's distribution and q the drafter's: the share of "
+        "drafts that are accepted, given that earlier ones were. Accepted length is the expected number of tokens per "
+        "verification, bonus token included."
     )
 
 

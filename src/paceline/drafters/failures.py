@@ -1,4 +1,4 @@
-"""Failures that end where they happen: a drafter may fail, a rollout and a host's training may not."""
+"""Contained failures: a drafter may fail without ending a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MAX_FAILURES = 3
-"""Failures of one thing in a row after which it is given up: a full disk, a directory that is gone."""
+"""Consecutive failures of one operation before it is abandoned."""
 
 
 class Failures:
-    """Counts failures, tells the first of each thing, and says when one has failed too often in a row."""
+    """Count failures, report the first of each operation, and give up after repeated ones."""
 
     def __init__(
         self, tell: Callable[[str, BaseException], object], give_up: Callable[[str], object] = lambda what: None
@@ -23,7 +23,7 @@ class Failures:
 
     @contextmanager
     def contained(self, what: str) -> Iterator[None]:
-        """Whatever is raised inside ends here."""
+        """Catch and count exceptions."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  counted

@@ -1,37 +1,34 @@
-"""Model-free drafter: proposes what sibling rollouts and earlier epochs of the same prompt said next.
+"""Model-free drafter that continues sibling rollouts and earlier epochs of the same prompt.
 
-In RL the same prompt is answered many times: by the rollouts of its group in this step, and again in every later epoch.
-This index stores those responses and proposes the continuation that they agree on. It is exact in the sense of
-speculative sampling: a proposal is a one-hot draft that the policy accepts with its own probability, so a bad one costs
-time and nothing else.
+In RL the same prompt is answered many times: by the rollouts of a group, and again in every epoch. This index stores
+the responses and proposes the continuation on which they agree. A proposal is a one-hot draft that the policy accepts
+with its own probability, so the distribution is exact and a bad proposal costs only time.
 
-**Which token is proposed.** The best one-hot draft is the argmax of the policy at this context, and the index has to
-guess it from few samples drawn at temperature 1. A longest-suffix match (SuffixDecoding, arXiv:2411.04975) is misled by
-one sampled synonym: "16 gives" has never been seen although "16 yields 11" has been, eight times. So a match may have
-holes. A *place* in an earlier rollout of the same prompt is a candidate if `min_match` tokens in a row agree with the
-context and end at most `MAX_GAP` tokens before its end; the token that follows the place gets
+**Choice of token.** The best one-hot draft is the policy's argmax, estimated from few samples at temperature 1. A
+longest-suffix match (SuffixDecoding, arXiv:2411.04975) fails on one sampled synonym: "16 gives" is unseen although
+"16 yields 11" has occurred eight times. A match may therefore have holes. A *place* in an earlier rollout of the same
+prompt is a candidate if `min_match` consecutive tokens agree with the context and end at most `MAX_GAP` tokens before
+its end; the token after the place gets
 
     2 ** (agreement - 2 * gap)        agreement = equal tokens among the last `max_match`, compared place by place
 
-votes, and the token with most votes is proposed; the newest place wins a tie. Then the proposed token joins the context
-and the next one is voted for. Only the newest `MAX_PLACES` places vote: the policy moves, and old rollouts describe an
-old policy. Replayed on two epochs of the arena (k = 4) the accepted length is 2.2 for the longest match, 2.7 with gaps,
-and 2.9 with holes.
+votes. The token with most votes is proposed, the newest place wins ties, and the proposed token joins the context for
+the next vote. Only the newest `MAX_PLACES` places vote, because old rollouts describe an old policy. Replayed on two
+epochs of the arena (k = 4), the accepted length is 2.2 for the longest match, 2.7 with gaps, and 2.9 with holes.
 
-**Where rollouts are stored.** In a ring of pages of tokens. A running rollout takes one page after the other, so that
-its siblings profit at once, and the oldest page is overwritten when a new one is needed. Every place is linked into a
-chain of places with the same last `min_match` tokens and the same prompt, newest first, as in LZ77 compressors:
+**Storage.** A ring of pages of tokens. A running rollout fills one page after another, so its siblings can use it
+immediately, and new pages overwrite the oldest ones. Every place is linked into a chain of places with the same last
+`min_match` tokens and the same prompt, newest first, as in LZ77 compressors:
 
     heads[hash(prompt, last tokens)] ──▶ place ──older──▶ place ──older──▶ ... until a page that was overwritten
 
-Positions only grow (page number times page size), so a stale pointer is recognised by its number, and nothing is ever
+Positions only grow (page number times page size), so a stale pointer is recognized by its number, and nothing is
 deleted or moved.
 
-**Which request a row belongs to.** The caller passes rows of a batch, not requests, and rows are moved and reused
-without notice. A row is matched to its request by its length and its last tokens (`_continues`). Two requests that
-cannot be told apart by these have the same last tokens, and since the index never looks back further than `max_match`,
-it does not matter which is which. A row that continues no request is a new one: it has just got its first tokens, and
-what is before them is its prompt.
+**Rows and requests.** The caller passes rows of a batch, not requests, and moves and reuses rows without notice. A row
+is matched to a request by its length and last tokens (`_continues`). Requests that agree in both are interchangeable,
+because the index never looks back further than `max_match`. A row that continues no request is new: its first tokens
+have just been sampled, and all tokens before them are its prompt.
 """
 
 from __future__ import annotations
@@ -43,22 +40,22 @@ import numpy as np
 from paceline.drafters import history_kernels as kernels
 from paceline.drafters.history_kernels import MAX_GAP, MAX_PLACES, PAGE, Pages, Rollouts, Scratch
 
-_TAIL = 32  # tokens by which a row is recognised; at least max_match where that is larger
-_BYTES_PER_TOKEN = 4 + 8 + 8 + 1  # token, older and a head for each, and a share of what a page needs
+_TAIL = 32  # tokens that identify a row, or max_match if larger
+_BYTES_PER_TOKEN = 4 + 8 + 8 + 1  # token, older, head, and a share of the page header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A rollout as engines exchange it: `num_context` tokens of its prompt, then its response."""
+    """A rollout for exchange between engines: `num_context` tokens of its prompt, then its response."""
 
     prompt: int
-    """Hash of the whole prompt; the same in every process."""
+    """Hash of the whole prompt, equal in every process."""
     num_context: int
     token_ids: np.ndarray
 
 
 class History:
-    """The index and the rows that feed it. One call of `propose` per engine step, in one thread."""
+    """The index and its rows. Call `propose` once per engine step, from one thread."""
 
     def __init__(
         self,
@@ -71,14 +68,12 @@ class History:
         vocabulary_size: int,
     ) -> None:
         if not 1 <= min_match <= max_match:
-            raise ValueError(
-                f"min_match: got {min_match}; must be from 1 to max_match ({max_match}) because it is the shorter one"
-            )
-        # A power of two, so that slots are found by a mask.
+            raise ValueError(f"min_match: got {min_match}; must be from 1 to max_match ({max_match})")
+        # A power of two, so that a mask gives the slot.
         num_pages = 1 << max(2, (int(capacity_mb * 2**20) // (_BYTES_PER_TOKEN * PAGE)).bit_length() - 1)
         self._min_match, self._max_match = min_match, max_match
         self._vocabulary_size = vocabulary_size
-        # Zeros are given out by the system when they are first touched: an index costs what is in it.
+        # The system allocates zeros on first touch, so memory follows the contents.
         self._pages = Pages(
             tokens=np.zeros(num_pages * PAGE, np.int32),
             older=np.zeros(num_pages * PAGE, np.int64),
@@ -110,10 +105,10 @@ class History:
         self._num_drafts = np.zeros(max_rows, np.int64)
 
     def propose(self, num_sampled: np.ndarray, num_tokens: np.ndarray, token_ids: np.ndarray) -> list[list[int]]:
-        """Take in the tokens that each row has got since the last call, and draft for it.
+        """Add each row's new tokens and return its drafts.
 
-        Row i holds `num_tokens[i]` tokens, of which `num_sampled[i]` are new; a row without new ones (its prompt is not
-        yet read) is left alone and gets no draft. Rows may have moved since the last call."""
+        Row i holds `num_tokens[i]` tokens, of which `num_sampled[i]` are new. A row without new tokens (its prompt is
+        in prefill) gets no draft. Rows may have moved since the last call."""
         self._check(num_sampled, num_tokens, token_ids)
         self._step += 1
         num_rows = len(num_sampled)
@@ -137,20 +132,19 @@ class History:
         return [draft[:count] for draft, count in zip(drafts, counts, strict=True)]
 
     def _check(self, num_sampled: np.ndarray, num_tokens: np.ndarray, token_ids: np.ndarray) -> None:
-        """Check shapes: compiled code does not check where it writes."""
+        """Check shapes, because compiled code does not check bounds."""
         num_rows = len(num_sampled)
         lengths = num_tokens[:num_rows]
         shaped = token_ids.ndim == 2 and num_rows <= min(len(token_ids), len(num_tokens), len(self._entry_of_row))
         if not shaped or (lengths < num_sampled).any() or (lengths > token_ids.shape[1]).any():
             raise ValueError(
                 f"token_ids: got shape {token_ids.shape} for {num_rows} rows of up to {lengths.max(initial=0)} tokens; "
-                f"must be a matrix that holds them, of at most {len(self._entry_of_row)} rows, because the index was "
-                "built for these"
+                f"must be a matrix that holds them, of at most {len(self._entry_of_row)} rows"
             )
 
     def take_finished(self) -> list[Record]:
-        """Return the rollouts that left the batch in the last call of `propose`; of one that came back, only what is
-        new."""
+        """Return the rollouts that left the batch in the last call of `propose`, or their new tokens if they had left
+        before."""
         rollouts = self._rollouts
         records = []
         for entry in np.flatnonzero((rollouts.seen == self._step - 1) & (rollouts.unshared > 0)):
@@ -163,8 +157,7 @@ class History:
         return records
 
     def add(self, record: Record) -> None:
-        """Take in another engine's rollout. A token outside of the vocabulary would kill the engine that verifies
-        it."""
+        """Add another engine's rollout. Refuse tokens outside the vocabulary, which would crash the engine."""
         token_ids = np.ascontiguousarray(record.token_ids, np.int32)
         if token_ids.size == 0 or token_ids.min() < 0 or token_ids.max() >= self._vocabulary_size:
             raise ValueError(f"token_ids: got an empty rollout or ids beyond the vocabulary of {self._vocabulary_size}")

@@ -1,11 +1,10 @@
-"""Finished rollouts that the engines of one node exchange through a directory, for each other's history drafter.
+"""Exchange of finished rollouts between the history drafters of a node, through a directory.
 
     engine A ── put ──▶ buffer ── every PERIOD_S ──▶ one small file, moved into place ──▶ engines B, C, ... ── take
 
-A file is moved into place when it is whole, can be read by its owner only, and carries a checksum over its content. One
-that is damaged, or of a policy with another vocabulary, is skipped and counted. At most one file is read per call and a
-file is small, so that an engine step pays at most a millisecond or two. Names begin with the time: when the directory
-is larger than `capacity_mb`, the oldest files are removed, whoever wrote them.
+Files are private, carry a checksum and are moved into place when complete. A file that is damaged, or of a policy with
+another vocabulary, is skipped and counted. Each call reads at most one small file, which takes one to two milliseconds
+of an engine step. Names start with the time: beyond `capacity_mb` the oldest files of any engine are removed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MAGIC = b"paceline-history"
 
 
 class HistoryExchange:
-    """One engine's access to the directory. Not safe for threads; safe among processes."""
+    """One engine's access to the directory. Safe across processes, not across threads."""
 
     def __init__(self, directory: Path, *, vocabulary_size: int, capacity_mb: float) -> None:
         self._directory = directory
@@ -43,18 +42,17 @@ class HistoryExchange:
         self._known: set[str] = set()
         self._waiting: list[str] = []
         self.num_broken = 0
-        """Files that could not be read, or were of another vocabulary."""
+        """Files that were damaged or of another vocabulary."""
         private_directory(directory)
 
     def put(self, records: Sequence[Record]) -> None:
         self._buffer += records
 
     def take(self) -> list[Record]:
-        """Return the rollouts of at most one file; every PERIOD_S also write and list the directory. Call it every
-        engine step."""
+        """Return the rollouts of at most one file, and write and list the directory every PERIOD_S."""
         now_s = time.monotonic()
         if now_s - self._looked_s >= PERIOD_S:
-            self._looked_s = now_s  # first, so that a directory that fails is not asked at every step
+            self._looked_s = now_s  # first, so that a failing directory is not tried at every step
             self._write()
             self._look()
         if not self._waiting:
@@ -64,7 +62,7 @@ class HistoryExchange:
             if file.stat().st_size > _MAX_BYTES:
                 raise ValueError(f"{file.name}: larger than {_MAX_BYTES} bytes")
             return decode(file.read_bytes(), self._vocabulary_size)
-        except FileNotFoundError:  # another engine has made room
+        except FileNotFoundError:  # evicted by another engine
             return []
         except ValueError:
             self.num_broken += 1
@@ -86,10 +84,10 @@ class HistoryExchange:
     def _look(self) -> None:
         sizes: dict[str, int] = {}
         for entry in os.scandir(self._directory):
-            with suppress(FileNotFoundError):  # it may be removed while we look
+            with suppress(FileNotFoundError):  # removed meanwhile
                 sizes[entry.name] = entry.stat().st_size
         excess = sum(sizes.values()) - self._capacity_bytes
-        for name in sorted(sizes, key=lambda name: name.lstrip(".")):  # by time, what killed writers left included
+        for name in sorted(sizes, key=lambda name: name.lstrip(".")):  # by time, partial files included
             if excess <= 0:
                 break
             (self._directory / name).unlink(missing_ok=True)
@@ -100,8 +98,7 @@ class HistoryExchange:
 
 
 def encode(records: Sequence[Record], vocabulary_size: int) -> bytes:
-    """Encode as magic, checksum of the rest, vocabulary; then prompt (two words), context, length and tokens, all
-    int32."""
+    """Encode as magic, checksum, vocabulary; then prompt (two words), context, length and tokens, all int32."""
     parts = [np.array([vocabulary_size], np.int32)]
     for record in records:
         prompt = np.array([record.prompt], "<u8").view(np.int32)
@@ -112,11 +109,11 @@ def encode(records: Sequence[Record], vocabulary_size: int) -> bytes:
 
 
 def decode(content: bytes, vocabulary_size: int) -> list[Record]:
-    """Decode the records of a file; raises ValueError if it is not whole or not of this vocabulary."""
+    """Decode the records of a file; raise ValueError if it is damaged or of another vocabulary."""
     start = len(_MAGIC) + 8
     body = content[start:]
     if content[: len(_MAGIC)] != _MAGIC or content[len(_MAGIC) : start] != xxhash.xxh3_64_digest(body) or len(body) % 4:
-        raise ValueError("rollouts: damaged, or not written by a history exchange")
+        raise ValueError("rollouts: damaged, or not from a history exchange")
     words = np.frombuffer(body, "<i4").astype(np.int32)
     if len(words) == 0 or words[0] != vocabulary_size:
         raise ValueError(f"rollouts: of another vocabulary than {vocabulary_size}")
@@ -130,7 +127,7 @@ def decode(content: bytes, vocabulary_size: int) -> list[Record]:
         token_ids = words[at + 4 : at + 4 + max(0, num_tokens)]
         whole = 0 < len(token_ids) == num_tokens and 0 <= num_context <= num_tokens
         if not whole or token_ids.min() < 0 or token_ids.max() >= vocabulary_size:
-            raise ValueError("rollouts: a record that cannot be")
+            raise ValueError("rollouts: invalid record")
         records.append(Record(prompt=prompt, num_context=num_context, token_ids=token_ids))
         at += 4 + num_tokens
     return records

@@ -1,7 +1,4 @@
-"""The history drafter's compiled inner loops: the ring of pages, its chains, and the vote over earlier rollouts.
-
-history.py explains the scheme; what is here runs in every engine step, compiled by numba.
-"""
+"""Inner loops of the history drafter, compiled by numba. history.py explains the algorithm."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ class Pages(NamedTuple):
     """The ring. A position is `page number * PAGE + offset`; page numbers start at 1, so position 0 means none."""
 
     tokens: np.ndarray  # int32, a slot for each position modulo the size of the ring
-    older: np.ndarray  # int64, likewise: the place before this one in its chain
+    older: np.ndarray  # int64, by position: the previous place in its chain
     heads: np.ndarray  # int64: the newest place of each chain
     prompt: np.ndarray  # uint64, by page
     before: np.ndarray  # int64, by page: number of the page before it in the same rollout, or 0
-    after: np.ndarray  # int64, likewise
+    after: np.ndarray  # int64, by page: number of the next page, or 0
     fill: np.ndarray  # int64, by page: tokens in it
     newest: np.ndarray  # int64, one element: number of the newest page
 
@@ -65,7 +62,7 @@ def _hash_prompt(token_ids, num_tokens):
 
 @njit
 def _slot(pages, position):
-    """Where the page of a position is in the ring."""
+    """Return the index in the ring of a position's page."""
     return (position >> _PAGE_BITS) & (len(pages.fill) - 1)
 
 
@@ -76,13 +73,13 @@ def _token(pages, position):
 
 @njit
 def _is_live(pages, position):
-    """Whether the page of a position still holds what it held when somebody noted the position."""
+    """Return whether the page of a position has not been overwritten."""
     return position >= PAGE and position >> _PAGE_BITS > pages.newest[0] - len(pages.fill)
 
 
 @njit
 def _before(pages, position):
-    """The position before this one in its rollout, or 0."""
+    """Return the previous position in the rollout, or 0."""
     if position & (PAGE - 1):
         return position - 1
     page = pages.before[_slot(pages, position)]
@@ -92,7 +89,7 @@ def _before(pages, position):
 
 @njit
 def _forward(after, fill, position, num_steps):
-    """The position so many tokens further on in its rollout, or 0 if it has not got that far."""
+    """Return the position `num_steps` tokens later in the rollout, or 0 beyond its end."""
     for _ in range(num_steps):
         if position == 0:
             break
@@ -100,13 +97,13 @@ def _forward(after, fill, position, num_steps):
         if (position & (PAGE - 1)) + 1 < fill[page]:
             position += 1
         else:
-            position = after[page] << _PAGE_BITS  # set when the page is full, and newer than it: live as long as it
+            position = after[page] << _PAGE_BITS  # set when the page is full; the next page is newer and lives longer
     return position
 
 
 @njit
 def _append(pages, prompt, last, token):
-    """Write a token behind position `last` (0: a new rollout); returns its position."""
+    """Write a token after position `last` (0: a new rollout) and return its position."""
     if _is_live(pages, last) and (last & (PAGE - 1)) < PAGE - 1:
         pages.fill[_slot(pages, last)] += 1
         position = last + 1
@@ -118,7 +115,7 @@ def _append(pages, prompt, last, token):
         pages.fill[slot] = 1
         pages.after[slot] = 0
         pages.before[slot] = 0
-        if _is_live(pages, last):  # not if this page has just overwritten it
+        if _is_live(pages, last):  # false if this page has just overwritten it
             pages.before[slot] = last >> _PAGE_BITS
             pages.after[_slot(pages, last)] = page
         position = page * PAGE
@@ -128,7 +125,7 @@ def _append(pages, prompt, last, token):
 
 @njit
 def _link(pages, prompt, position, min_match):
-    """Link a place into its chain, unless fewer than min_match tokens lead to it."""
+    """Link a place into its chain, if at least min_match tokens precede it."""
     state, at = prompt, position
     for _ in range(min_match):
         if at == 0:
@@ -142,7 +139,7 @@ def _link(pages, prompt, position, min_match):
 
 @njit
 def insert(pages, prompt, token_ids, num_context, min_match):
-    """Insert a whole rollout and return its last position; places inside the prompt are not linked as continuations."""
+    """Insert a rollout and return its last position. Places inside the prompt are not linked."""
     position = 0
     for j in range(len(token_ids)):
         position = _append(pages, prompt, position, token_ids[j])
@@ -153,7 +150,7 @@ def insert(pages, prompt, token_ids, num_context, min_match):
 
 @njit
 def _newest_place(heads, prompt, context, num_context, min_match):
-    """The head of the chain of a context's last min_match tokens, or 0."""
+    """Return the head of the chain of a context's last min_match tokens, or 0."""
     if num_context < min_match:
         return 0
     state = prompt
@@ -192,7 +189,7 @@ def _compare(tokens, before, newest_page, position, context, num_context, min_ma
 
 @njit
 def _vote(pages, prompt, context, num_context, min_match, max_match, scratch):
-    """The token that most places agree on, or -1."""
+    """Return the token with most votes, or -1."""
     powers, candidates, votes = scratch.powers, scratch.candidates, scratch.votes
     tokens, older, before, prompts, newest_page = pages.tokens, pages.older, pages.before, pages.prompt, pages.newest[0]
     after, fill = pages.after, pages.fill
@@ -234,7 +231,7 @@ def _vote(pages, prompt, context, num_context, min_match, max_match, scratch):
 
 @njit
 def draft_rows(pages, rollouts, entry_of_row, num_tokens, token_ids, min_match, max_match, scratch, drafts, num_drafts):
-    """Fill the drafts of all rows. A row without a rollout gets none."""
+    """Fill the drafts of all rows that have a rollout."""
     num_context = max_match + MAX_GAP
     context = scratch.context
     for row in range(len(entry_of_row)):
@@ -258,7 +255,7 @@ def draft_rows(pages, rollouts, entry_of_row, num_tokens, token_ids, min_match, 
 
 @njit
 def _continues(rollouts, entry, token_ids, num_known):
-    """Whether the first num_known tokens of a row can be this rollout, or this rollout and a few unseen tokens."""
+    """Return whether a row's first num_known tokens match this rollout, or this rollout plus a few unseen tokens."""
     length = rollouts.length[entry]
     if length == 0 or length > num_known:
         return False
@@ -271,7 +268,7 @@ def _continues(rollouts, entry, token_ids, num_known):
 
 @njit
 def observe(pages, rollouts, entry_of_row, step, num_sampled, num_tokens, token_ids, min_match):
-    """Find the rollout of every row, beginning new ones, and append what is new. Writes entry_of_row."""
+    """Find or start the rollout of every row, write it to entry_of_row, and append new tokens."""
     num_rows = len(num_sampled)
     for row in range(num_rows):  # most rows are where they were
         entry, num_known = entry_of_row[row], num_tokens[row] - num_sampled[row]
@@ -296,7 +293,7 @@ def observe(pages, rollouts, entry_of_row, step, num_sampled, num_tokens, token_
 
 @njit
 def _find(rollouts, token_ids, num_known, step):
-    """The longest rollout that this row can be and that no other row is, or -1."""
+    """Return the longest rollout that matches this row and no other row, or -1."""
     found = -1
     for entry in range(len(rollouts.length)):
         if rollouts.seen[entry] == step or (found >= 0 and rollouts.length[entry] <= rollouts.length[found]):
@@ -308,7 +305,7 @@ def _find(rollouts, token_ids, num_known, step):
 
 @njit
 def _begin(pages, rollouts, token_ids, num_prompt, min_match):
-    """Begin a rollout in the entry not seen for the longest time; the prompt is stored with the first of a group."""
+    """Start a rollout in the least recently seen entry. The first rollout of a group stores the prompt."""
     entry = 0
     for other in range(len(rollouts.seen)):
         if rollouts.seen[other] < rollouts.seen[entry]:
@@ -334,7 +331,7 @@ def _begin(pages, rollouts, token_ids, num_prompt, min_match):
 
 @njit
 def _extend(pages, rollouts, entry, token_ids, num_tokens, min_match):
-    """Append what a row has beyond what its rollout had."""
+    """Append a row's new tokens to its rollout."""
     prompt, position = rollouts.prompt[entry], rollouts.position[entry]
     for j in range(rollouts.length[entry], num_tokens):
         position = _append(pages, prompt, position, token_ids[j])
@@ -348,7 +345,7 @@ def _extend(pages, rollouts, entry, token_ids, num_tokens, min_match):
 
 @njit
 def read(pages, position, num_tokens):
-    """Up to num_tokens tokens that end at a position, as far back as the ring still has them."""
+    """Return up to num_tokens tokens that end at a position, as far back as the ring holds them."""
     token_ids = np.zeros(num_tokens, np.int32)
     start = num_tokens
     while start > 0 and _is_live(pages, position):

@@ -1,4 +1,4 @@
-"""Learned drafters by kind: a kind is a module that makes a drafter's config and guesses with the drafter."""
+"""Kinds of learned drafters: modules that build a config and run the drafter."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ KINDS: dict[str, Kind] = {"eagle3": eagle, "dflash": dflash}
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Hidden states for the drafter, in vLLM's numbering (i: after i layers). As EAGLE-3 chooses them, early, middle
-    and late; a small policy has so few layers that the last one is worth its place, and 0 is the embedding."""
+    """Return the layers that the drafter reads, in vLLM's numbering (i: after i layers): early, middle and late as in
+    EAGLE-3. Small policies include the last layer; 0 is the embedding."""
     if num_layers >= 8:
         return (2, num_layers // 2, num_layers - 3)
     return (1, round(0.75 * num_layers), num_layers) if num_layers > 2 else (0, 1, 2)
@@ -56,11 +56,10 @@ def new_drafter(
     seed: int,
     draft_length: int = 7,
 ) -> Drafter:
-    """Make an untrained drafter as wide as the policy, with layers of its shape, on the device of the policy's head.
+    """Return an untrained drafter with the policy's layer shape, embedding and output head, on the head's device.
 
-    It starts from the policy's embedding and output head, which it then trains as its own. `tap_scale_K` is the root
-    mean square of each hidden state that it reads: the residual stream grows from layer to layer, and without the scale
-    the last one would drown the others."""
+    `tap_scale_K` is the root mean square of each hidden state: the residual stream grows with depth, and without
+    scaling the last tap would dominate."""
     config = KINDS[kind].make_config(policy, taps=taps, policy_path=policy_path, draft_length=draft_length)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -70,14 +69,13 @@ def new_drafter(
         drafter.lm_head.weight.copy_(head_VD)
         fan_in = drafter.fc.in_features
         scale_C = torch.tensor(tap_scale_K).repeat_interleave(fan_in // len(taps))
-        # Drawn on the CPU, so that a seed makes the same drafter on every machine.
+        # On the CPU, so that a seed gives the same drafter on every machine.
         drafter.fc.weight.copy_(torch.randn(drafter.fc.weight.shape) / (math.sqrt(fan_in) * scale_C))
     return drafter
 
 
 def write_new_drafter(kind: str, model_path: Path, out: Path, *, seed: int, draft_length: int) -> None:
-    """Write the checkpoint of an untrained drafter, made from the policy's files alone. How large the hidden states
-    are is not known without a pass of the policy: they are all read at the same scale."""
+    """Write an untrained drafter from the policy's files alone, with equal scales for all taps."""
     embedding_VD, head_VD = policy_embeddings(model_path)
     if embedding_VD is None or head_VD is None:
         raise ValueError(
@@ -101,14 +99,14 @@ def write_new_drafter(kind: str, model_path: Path, out: Path, *, seed: int, draf
 
 
 def draft_costs(drafter: Path, policy: Path, *, kind: str, max_draft_length: int) -> list[float]:
-    """Time of 0, 1, ... drafts in passes of the policy, by the weights that are read. EAGLE-3 makes a pass for each
-    draft, DFlash one for all of them."""
+    """Return the time of 0, 1, ... drafts relative to a pass of the policy, estimated from the weights read. EAGLE-3
+    makes one pass per draft, DFlash one for all drafts."""
     share = _weights_read(drafter) / _weights_read(policy)
     return [share * (min(k, 1) if kind == "dflash" else k) for k in range(max_draft_length + 1)]
 
 
 def _weights_read(checkpoint: Path) -> int:
-    """Weights that a pass reads: not the embedding, of which it looks rows up, unless it is the output head too."""
+    """Count the weights that a pass reads: all but the embedding, unless it is tied to the output head."""
     sizes: dict[str, int] = {}
     for file in checkpoint.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -120,6 +118,6 @@ def _weights_read(checkpoint: Path) -> int:
 def guess(
     drafter: Drafter, pack: Pack, head_VD: torch.Tensor, num_steps: int, *, overlap_share: float = 0.0
 ) -> Guesses:
-    """Make `num_steps` guesses from every anchor and score them; `head_VD` is the policy's output head."""
+    """Make `num_steps` guesses from every anchor and score them. `head_VD` is the policy's output head."""
     kind = KINDS[drafter.config.speculators_model_type]
     return kind.guess(drafter, pack, head_VD, num_steps, overlap_share=overlap_share)

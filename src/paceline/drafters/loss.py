@@ -1,12 +1,10 @@
-"""The loss of a drafter's guesses against the policy's distribution, shared by all learned drafters.
+"""Loss of a drafter's guesses against the policy's distribution.
 
-The target is the policy's whole distribution at temperature 1, not the token that was drawn: an engine accepts a draft
-with probability sum_v min(p_v, q_v) ("overlap"), so all of p matters, and the soft target has no sampling noise.
-Cross-entropy finds the distribution from any start. Overlap is what counts, but it has no gradient where q has no mass,
-so it only finishes the training.
+The target is the policy's distribution at temperature 1, not the sampled token: an engine accepts a draft with
+probability sum_v min(p_v, q_v) ("overlap"), and the soft target has no sampling noise. Overlap is the objective, but it
+has no gradient where q has no mass, so training starts with cross-entropy and ends with overlap.
 
-Dimension suffixes are those of packing.py: A anchors, D hidden size of the policy, H of the drafter, V vocabulary, J
-steps.
+Dimension suffixes as in packing.py: A anchors, D policy hidden size, H drafter hidden size, V vocabulary, J steps.
 """
 
 from __future__ import annotations
@@ -25,13 +23,12 @@ if TYPE_CHECKING:
     from paceline.drafters.checkpoint import Drafter
 
 _CHUNK_LOGITS = 1 << 25
-"""Logits held at once, as in the learner."""
+"""Logits in memory at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Guesses:
-    """Result of a pass: the loss summed over all guesses and, by step and detached, what an engine would do with
-    them."""
+    """Result of a pass: the loss summed over all guesses, and detached statistics by step."""
 
     loss: torch.Tensor
     divergence_J: torch.Tensor
@@ -40,8 +37,7 @@ class Guesses:
     """sum_v min(p_v, q_v), summed over guesses."""
     count_J: torch.Tensor
     accept_AJ: torch.Tensor
-    """min(1, q(x) / p(x)) of the token x that was drawn: the probability that it was drafted and accepted, given that
-    it came."""
+    """min(1, q(x) / p(x)) of the sampled token x: the probability that it was drafted and accepted."""
 
 
 def score_guesses(
@@ -49,8 +45,8 @@ def score_guesses(
 ) -> Guesses:
     """Compare guesses with the policy's distribution.
 
-    `normed` holds, by step, what every anchor hands to the drafter's output head; `head_VD` is the policy's head. The
-    loss is cross-entropy, except for `overlap_share` of it, which is the share of drafts that are not accepted."""
+    `normed` holds the inputs of the drafter's output head by step; `head_VD` is the policy's head. The loss is (1 -
+    `overlap_share`) x cross-entropy + `overlap_share` x (1 - overlap)."""
     num_anchors = len(pack.anchor_A)
     score = partial(_score_step, drafter, head_VD=head_VD, overlap_share=overlap_share)
     size = max(1, _CHUNK_LOGITS // len(head_VD))
@@ -72,7 +68,7 @@ def score_guesses(
 def _in_chunks(
     score: Callable[..., tuple[torch.Tensor, ...]], rows: Sequence[torch.Tensor], size: int
 ) -> tuple[torch.Tensor, ...]:
-    """Apply `score` to all rows, at most `size` at a time, which bounds memory."""
+    """Apply `score` to at most `size` rows at a time, to bound memory."""
     if len(rows[0]) <= size:
         return score(*rows)
     chunks = zip(*(tensor.split(size) for tensor in rows), strict=True)
@@ -91,9 +87,9 @@ def _score_step(
     head_VD: torch.Tensor,
     overlap_share: float,
 ) -> tuple[torch.Tensor, ...]:
-    """Return one step's loss, divergence and overlap, each summed, and the acceptance of each drawn token."""
+    """Return the summed loss, divergence and overlap of one step, and the acceptance of each sampled token."""
     with torch.no_grad():
-        # In float32 whatever autocast says: the engine will verify with this distribution.
+        # In float32 despite autocast: the engine verifies with this distribution.
         with torch.autocast(last_AD.device.type, enabled=False):
             p_AV = (last_AD @ head_VD.T).softmax(-1)
         p_drawn_A = p_AV.gather(-1, drawn_A[:, None])[:, 0]

@@ -1,15 +1,15 @@
-"""Training data shared by all learned drafters: rollouts with the policy's hidden states, packed for one pass.
+"""Packing of rollouts with the policy's hidden states, for training all kinds of drafters.
 
-After the policy has read x_0..x_t and the token x_{t+1} was drawn, a drafter guesses x_{t+2}, x_{t+3}, ...: steps 0, 1,
-... of the "anchor" t. It is trained as it will be used, from every anchor of a response at once. Each anchor sees what
-it would see in the engine: the keys of positions up to t, which the policy has confirmed, and what its own guessing has
-added. Documents that are packed into one pass attend inside their own blocks only, and only these blocks are computed.
+After the policy has read x_0..x_t and sampled x_{t+1}, a drafter guesses x_{t+2}, x_{t+3}, ...: steps 0, 1, ... of the
+"anchor" t. Training covers every anchor of a response at once. As in the engine, each anchor sees the keys of positions
+up to t, which the policy has confirmed, and the keys of its own guesses. Documents packed into one pass attend to their
+own blocks only, and only these blocks are computed.
 
 "Taps" are the auxiliary hidden states of the policy that a drafter reads.
 
-Dimension suffixes: N packed input positions, A anchors among them, D hidden size of the policy, H of the drafter, K
-taps, V vocabulary, J steps; inside attention H is heads, G queries that share a key head and its keys, R rows, Q
-queries and S keys in a row, E head dimension.
+Dimension suffixes: N packed input positions, A anchors, D policy hidden size, H drafter hidden size, K taps, V
+vocabulary, J steps; inside attention H key heads, G queries per key head, R rows, Q queries and S keys in a row, E head
+dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +25,14 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.types import Floats, Tokens
 
-if TYPE_CHECKING:
-    pass
-
 _BLOCK_SCORES = 1 << 20
-"""Attention scores of one block and head. Longer documents are cut into slices of queries, so that memory grows with
-their length, not with its square."""
+"""Attention scores per block and head. Longer documents are cut into slices of queries, so memory is linear in their
+length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Document:
-    """One rollout with the policy's hidden states: all that a drafter is trained on."""
+    """One rollout with the policy's hidden states."""
 
     token_ids: Tokens
     """Prompt and response."""
@@ -43,26 +40,26 @@ class Document:
     taps: Floats
     """Hidden states that the drafter reads: [tokens, taps, policy's hidden size]."""
     last: Floats
-    """[tokens, policy's hidden size], after the final norm: the policy's head makes the target distribution of it."""
+    """Input of the policy's output head, after the final norm: [tokens, policy's hidden size]."""
 
     @property
     def num_anchors(self) -> int:
-        """Number of anchors, from the last prompt token to the one whose guess is the last response token."""
+        """Number of anchors, from the last prompt token to the anchor of the last response token."""
         return max(0, len(self.token_ids) - self.num_prompt_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """A part of the attention that fits into memory: rows of queries, each with the keys of its own document."""
+    """A part of the attention that fits in memory: rows of queries with the keys of their documents."""
 
     query_RQ: torch.Tensor
     """Index into the queries; padding repeats index 0 and is dropped again."""
     key_RS: torch.Tensor
     """Index into the keys of all positions."""
     last_seen_RQ: torch.Tensor
-    """The last key of its row that each query sees."""
+    """Last key of its row that each query sees."""
     kept_A: torch.Tensor
-    """Index of the queries that are no padding, into the flattened rows."""
+    """Index of the queries that are not padding, into the flattened rows."""
 
     @property
     def num_scores(self) -> int:
@@ -71,20 +68,20 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pack:
-    """Documents of one pass, laid end to end without padding."""
+    """Documents of one pass, concatenated without padding."""
 
     token_N: torch.Tensor
-    """The token after each position: x_{t+1} at t."""
+    """Token after each position: x_{t+1} at t."""
     position_N: torch.Tensor
     taps_NKD: torch.Tensor
     anchor_A: torch.Tensor
-    """Index of each anchor into N; the anchors of a document are neighbours."""
+    """Index of each anchor into N; the anchors of a document are contiguous."""
     steps_A: torch.Tensor
-    """Steps for which the document knows the answer: fewer near its end."""
+    """Steps with a known answer: fewer near the end of a document."""
     last_AD: torch.Tensor
-    """The policy's last hidden state that gives the target of step 0; that of step j is j rows further."""
+    """The policy's last hidden state for the target of step 0; step j is j rows further."""
     drawn_A: torch.Tensor
-    """The token that step 0 guesses; that of step j is j rows further."""
+    """Token that step 0 guesses; step j is j rows further."""
     everywhere: tuple[Block, ...]
     """Attention in which every position is a query."""
     anchored: tuple[Block, ...]
@@ -92,7 +89,7 @@ class Pack:
 
 
 def make_pack(documents: Sequence[Document], device: torch.device) -> Pack:
-    """Lay documents end to end; each must have anchors."""
+    """Concatenate documents; each must have anchors."""
     assert all(document.num_anchors for document in documents), "no anchors"
     # The last two tokens of a document are guessed but never guessed from.
     lengths = [len(document.token_ids) - 2 for document in documents]
@@ -118,7 +115,7 @@ def make_pack(documents: Sequence[Document], device: torch.device) -> Pack:
 
 
 def _blocks(lengths: Sequence[int], firsts: Sequence[int], device: torch.device) -> Iterator[Block]:
-    """Make blocks for the queries from position `firsts` on; neighbouring documents share a block while it has room."""
+    """Yield blocks for the queries from positions `firsts` on. Neighbors share a block while it has room."""
     rows: list[tuple[int, int, int, int]] = []  # first query, its position, number of queries, first key
     num_queries = num_keys = 0
     for length, first in zip(lengths, firsts, strict=True):
@@ -141,7 +138,7 @@ def _blocks(lengths: Sequence[int], firsts: Sequence[int], device: torch.device)
 
 
 def _block(rows: Sequence[tuple[int, int, int, int]], device: torch.device) -> Block:
-    """Made on the host, where the sizes are known, so that a GPU need not be waited for."""
+    """Build a block on the host, where sizes are known, to avoid a GPU synchronization."""
     first_query, position, size, first_key = np.array(rows).T[:, :, None]
     query_1Q = np.arange(size.max())[None]
     key_1S = np.arange((position + size).max())[None]
@@ -167,7 +164,7 @@ def attend_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend to the positions up to each query's own.
 
-    Also returns the share of attention that goes to the keys of the query's own anchor, whose scores are `chain_AHGJ`.
+    Also return the attention weights of the keys of the query's own anchor, which have the scores `chain_AHGJ`.
     """
     num_scores = sum(block.num_scores for block in blocks)
     run: Callable[..., Any] = _attend_block if num_scores <= _BLOCK_SCORES else _attend_block_again
@@ -178,7 +175,7 @@ def attend_blocks(
 
 
 def _attend_block_again(*inputs: Any) -> Any:
-    """Recompute in the backward pass: the scores of all blocks together would not fit into memory."""
+    """Recompute in the backward pass: the scores of all blocks would not fit in memory."""
     return checkpoint(_attend_block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -189,7 +186,7 @@ def _attend_block(
     chain_AHGJ: torch.Tensor | None,
     block: Block,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend for the queries of one block; returns the output and the shares of their own anchor's keys."""
+    """Return the output of one block's queries and the weights of their own anchor's keys."""
     query_RHGQE = _take(query_AHGE, block.query_RQ).permute(0, 2, 3, 1, 4)
     key_RHES = _take(key_NHE, block.key_RS).permute(0, 2, 3, 1)
     value_RHSE = _take(value_NHE, block.key_RS).transpose(1, 2)
@@ -208,5 +205,5 @@ def _attend_block(
 
 
 def _take(rows: torch.Tensor, index_RQ: torch.Tensor) -> torch.Tensor:
-    # Twice as fast backwards as rows[index_RQ].
+    # The backward pass is twice as fast as with rows[index_RQ].
     return rows.index_select(0, index_RQ.flatten()).unflatten(0, index_RQ.shape)

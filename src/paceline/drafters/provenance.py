@@ -1,7 +1,7 @@
-"""How well a drafter guesses and where it comes from: two small files in its checkpoint directory.
+"""Quality and origin of a drafter: two files in its checkpoint directory, shown by `paceline export drafter`.
 
-evaluation.json    overlap and accepted length on rollouts that were kept aside provenance.json    policy, data, tokens,
-seed, RL steps, versions: written by whoever trains, read by `paceline export drafter`
+evaluation.json    overlap and accepted length on held-out rollouts
+provenance.json    policy, data, tokens, seed, RL steps, versions
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def _today() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
-    """Quality of a drafter on documents that it was not trained on."""
+    """Quality of a drafter on held-out documents."""
 
     overlap: tuple[float, ...]
-    """sum_v min(p_v, q_v) by step: the share of drafts that an engine accepts there, at temperature 1."""
+    """sum_v min(p_v, q_v) by step: the acceptance rate at temperature 1."""
     divergence: tuple[float, ...]
     """KL(p || q) by step."""
     accepted_length: tuple[float, ...]
@@ -38,22 +38,22 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where a drafter comes from.
+    """Origin of a drafter.
 
     Example: Provenance(policy="arena:small", data="arena problems", start="random weights", num_tokens=700_000, seed=0)
     """
 
     policy: str
-    """The policy that the drafter serves, as its user names it."""
+    """Name of the policy that the drafter serves."""
     data: str
-    """The prompts whose rollouts the drafter was trained on."""
+    """Prompts of the training rollouts."""
     start: str
-    """What training started from."""
+    """Initial weights."""
     num_tokens: int
-    """Tokens trained on, prompts included; a rollout counts once for each pass over it."""
+    """Tokens trained on, prompts included; each pass over a rollout counts."""
     seed: int
     rl_steps: int = 0
-    """Policy updates that the drafter has followed; 0 is an offline warm start."""
+    """Policy updates that the drafter has followed; 0 for offline training."""
     versions: Mapping[str, str] = field(default_factory=lambda: installed(_PACKAGES))
     created: str = field(default_factory=_today)
 

@@ -1,16 +1,15 @@
-"""Rounds of drafter training: workers and the run exchange the drafter's weights through a directory.
+"""Rounds of drafter training: exchange of weights between workers and the run through a directory.
 
     base-r ──load──▶ each worker trains ──▶ state-r-WORKER   written after every slice, with its tokens since base-r
                                                │ close_round: averaged, weighted by tokens seen
     base-(r+1) ◀───────────────────────────────┘
-       │ the first worker that comes to it compares it with the published one on the held-out slice
+       │ the first free worker compares it with the published one on held-out documents
        ▼
     verdict-(r+1) ──▶ published in the engines, or not
 
-Base 0 is the drafter's checkpoint, which everybody has. A worker may be stopped or killed between any two instructions,
-so nobody waits for its answer: it reports through files, each of which is moved into place when it is whole. What a
-killed worker had not written yet is lost, and nothing else. The files can be read by their owner only. Each carries its
-checksum; one that is damaged counts as `num_broken` and is as good as not there, which costs some training.
+Base 0 is the drafter's checkpoint. A worker may be stopped or killed at any instruction, so it reports through files
+that are moved into place when complete, and only unwritten work is lost. Files are private and carry a checksum.
+Damaged files count as `num_broken` and are treated as missing.
 """
 
 from __future__ import annotations
@@ -42,23 +41,23 @@ from paceline.files import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What the workers of one slot have done since the run began."""
+    """Work of one slot's workers since the start of the run."""
 
     training_s: float = 0.0
-    """Time spent on slices and evaluations, without the time in which a worker was stopped."""
+    """Time spent on slices and evaluations, excluding stopped time."""
     num_tokens: int = 0
     num_skipped: int = 0
     """Optimizer steps whose gradient was not finite."""
     num_broken_files: int = 0
-    """Times that a file of the buffer or of a round was there and could not be read."""
+    """Failed reads of files of the buffer or of a round."""
     overlap: float = 0.0
     """Overlap of the last slice, over all unrolled steps."""
     finished_version: int = -1
-    """Policy version for which all slices were made, where they are counted (`inline_slices`)."""
+    """Policy version for which all `inline_slices` are done."""
 
 
 class Rounds:
-    """One process's access to the directory. Only one process closes rounds; any may do the rest."""
+    """One process's access to the directory. Only one process closes rounds."""
 
     def __init__(self, directory: Path, checkpoint: Path) -> None:
         self._directory = directory
@@ -66,7 +65,7 @@ class Rounds:
         self._published: int | None = None
         self._progress: dict[str, Progress] = {}
         self.num_broken = 0
-        """Times that a file was there and could not be read."""
+        """Failed reads."""
         private_directory(directory)
 
     def round(self) -> int:
@@ -74,9 +73,9 @@ class Rounds:
         return max((_round(file) for file in self._directory.glob("base-*.safetensors")), default=0)
 
     def base(self, number: int) -> State:
-        """Load a base; raises FileNotFoundError for one that was forgotten. Base 0 has no optimizer state.
+        """Load a base; raise FileNotFoundError if it was removed. Base 0 has no optimizer state.
 
-        A damaged one is removed, so that everybody goes on from the base before it, and raises FileNotFoundError too.
+        Remove a damaged base, so that all workers continue from the one before, and raise FileNotFoundError too.
         """
         if not number:
             verify_checksums(self._checkpoint)
@@ -87,17 +86,16 @@ class Rounds:
         return load_file(self.file(number))
 
     def file(self, number: int) -> Path:
-        """File of a base, for `drafter_weights`."""
+        """Return the file of a base, for `drafter_weights`."""
         return self._directory / f"base-{number:08d}.safetensors" if number else self._checkpoint / "model.safetensors"
 
     def put_state(self, number: int, worker: str, state: State, fresh_tokens: int) -> None:
-        """Write what a worker has made of a base so far; one that has trained on nothing writes nothing."""
+        """Write a worker's state of a base, unless it has no tokens."""
         if fresh_tokens:
             _write_tensors(self._state_file(number, worker), state, {"fresh_tokens": str(fresh_tokens)})
 
     def state(self, number: int, worker: str) -> tuple[State, int]:
-        """Load what a worker has made of a base so far, with its tokens; the base itself, with 0, if it has made
-        nothing. Raises FileNotFoundError as `base` does."""
+        """Return a worker's state of a base and its tokens, or the base and 0. Raise FileNotFoundError like `base`."""
         file = self._state_file(number, worker)
         try:
             tokens = _fresh_tokens(file) if self._is_whole(file) else None
@@ -106,12 +104,12 @@ class Rounds:
             return self.base(number), 0
 
     def fresh_tokens(self) -> int:
-        """Tokens that all workers together have trained on in the present round."""
+        """Return the tokens of all workers in the current round."""
         return sum(tokens for _, tokens in self._states(self.round()))
 
     def close_round(self) -> int:
-        """Average the workers' states into the next base, remove them, and return the number of that base; of this one
-        if no state is whole."""
+        """Average the workers' states into the next base, remove them, and return its number; return the current one
+        if no state is intact."""
         number = self.round()
         states = list(self._states(number))
         assert states, "a round without training has nothing to close"
@@ -119,7 +117,7 @@ class Rounds:
         if not states:
             return number
         if len(states) == 1:
-            move_file(states[0][0], self.file(number + 1))  # it is whole already
+            move_file(states[0][0], self.file(number + 1))  # already verified
         else:
             mean = average([load_file(file) for file, _ in states], [tokens for _, tokens in states])
             _write_tensors(self.file(number + 1), mean, {})
@@ -128,18 +126,18 @@ class Rounds:
         return number + 1
 
     def forget(self, *, but: int) -> None:
-        """Remove everything older than the newest base, except base `but`, which is the published one."""
+        """Remove everything older than the newest base, except the published base `but`."""
         newest = self.round()
         for file in self._directory.iterdir():
             kind = file.name.lstrip(".").split("-")[0]
             if kind not in ("base", "state", "verdict") or (kind, _round(file)) == ("base", but):
                 continue
-            # A partial file that old was left by a killed worker; a worker that lags may still write a younger one.
+            # Older partial files are from killed workers; a slow worker may still write newer ones.
             if _round(file) < (newest - 2 if file.name.startswith(".") else newest):
                 file.unlink(missing_ok=True)
 
     def revert(self, to: int) -> int:
-        """Make an older base the newest one again; returns the number that it has now."""
+        """Copy an older base to a new newest base and return its number."""
         number = self.round() + 1
         _write_tensors(self.file(number), self.base(to), {})
         return number
@@ -152,13 +150,13 @@ class Rounds:
         return None if tree is None else Verdict(**tree)
 
     def publish(self, number: int) -> None:
-        """Record which base is in the engines: a verdict compares with it."""
+        """Record the base in the engines, with which verdicts compare."""
         self._published = number
         _write_json(self._directory / "published.json", {"round": number})
 
     def published(self) -> int:
-        """Number of the base in the engines; ChecksumError if the record of it is damaged, which has no substitute."""
-        if self._published is not None:  # this is the process that publishes
+        """Return the number of the base in the engines; raise ChecksumError if the record is damaged."""
+        if self._published is not None:  # in the process that publishes
             return self._published
         file = self._directory / "published.json"
         if not file.is_file():
@@ -167,8 +165,7 @@ class Rounds:
         return json.loads(file.read_text(encoding="utf-8"))["round"]
 
     def copy_to(self, directory: Path) -> None:
-        """Copy the newest and the published base, with their optimizer state, what workers have made of the newest so
-        far, and all that is known about them."""
+        """Copy the newest and the published base, the workers' states of the newest, verdicts and progress."""
         directory.mkdir()
         newest = self.round()
         bases = {self.file(number).name for number in (newest, self.published()) if number}
@@ -206,7 +203,7 @@ class Rounds:
         return self._directory / f"verdict-{number:08d}.json"
 
     def _is_whole(self, file: Path) -> bool:
-        """Whether a file is as it was written; one that is not is counted and removed."""
+        """Return whether a file is intact. Count and remove a damaged one."""
         try:
             verify_seal(file)
         except ChecksumError:
@@ -216,7 +213,7 @@ class Rounds:
         return True
 
     def _read_json(self, file: Path) -> dict[str, Any] | None:
-        """Read a file if it is there and whole."""
+        """Read a file, or return None if it is missing or damaged."""
         try:
             tree = json.loads(file.read_text(encoding="utf-8")) if self._is_whole(file) else None
         except FileNotFoundError:
@@ -225,7 +222,7 @@ class Rounds:
 
 
 def drafter_weights(file: Path) -> dict[str, torch.Tensor]:
-    """Load the drafter's tensors from a base or a checkpoint, under the names of the checkpoint."""
+    """Load the drafter's tensors from a base or a checkpoint, by their names in the checkpoint."""
     verify_weights(file)
     with safe_open(file, "pt") as tensors:
         names = list(tensors.keys())
@@ -234,7 +231,7 @@ def drafter_weights(file: Path) -> dict[str, torch.Tensor]:
 
 
 def verify_weights(file: Path) -> None:
-    """Compare a base or a checkpoint's file with its checksum."""
+    """Verify the checksum of a base or a checkpoint's file."""
     if file.name.startswith("base-"):
         verify_seal(file)
     else:
@@ -246,7 +243,7 @@ def _round(file: Path) -> int:
 
 
 def _fresh_tokens(file: Path) -> int | None:
-    """Read how many tokens a state stands for; None if its header cannot be read."""
+    """Return the tokens of a state, or None if its header is damaged."""
     try:
         with safe_open(file, "pt") as tensors:
             return int(tensors.metadata()["fresh_tokens"])

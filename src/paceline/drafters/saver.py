@@ -1,12 +1,11 @@
-"""Checkpoints of a drafter during training: only trained tensors, copied at once, written by a thread.
+"""Asynchronous checkpoints of a drafter in training: copied immediately, written by a thread.
 
     save ── copy ──▶ pending ── thread ──▶ .FILE.*.partial ── rename ──▶ FILE
              │          └── a newer one replaces one that is not yet begun
              └── all that training waits for
 
-A file is whole or not there, and it carries its own checksum: safetensors has none, and a flipped byte would load
-silently. Frozen tensors belong to the policy or to the drafter's directory, so that directory and this file
-make the whole drafter again. A write that fails (a full disk) is counted and training goes on.
+Files appear atomically and carry a checksum, which safetensors lacks. They hold trained tensors only; the drafter's
+original directory has the others. Failed writes, such as on a full disk, are counted, and training continues.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaverCounts:
-    """Outcomes of all saves; `num_saved` is the sum of the other counts once nothing is pending."""
+    """Outcomes of all saves. With nothing pending, `num_saved` is the sum of the other counts."""
 
     num_saved: int = 0
     num_written: int = 0
@@ -41,7 +40,7 @@ class SaverCounts:
     """Replaced by a newer one before they were written."""
     num_failed: int = 0
     stall_s: float = 0.0
-    """Time that training has waited for copies, in all."""
+    """Total time that training has waited for copies."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -58,19 +57,19 @@ class Saver:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.last_error: str | None = None
-        """Message of the last write that failed."""
+        """Message of the last failed write."""
         self._num_saved = self._num_written = self._num_replaced = self._num_failed = 0
         self._stall_s = 0.0
         self._changed = threading.Condition()
         self._pending: tuple[Weights, int] | None = None
         self._writing = False
         self._closed = False
-        # A daemon: a process that ends without `close` is not held up, and the rename makes that safe.
+        # A daemon thread, so that a process can exit without `close`; the rename makes that safe.
         self._thread = threading.Thread(target=self._work, name="drafter-saver", daemon=True)
         self._thread.start()
 
     def save(self, weights: Weights, *, step: int) -> None:
-        """Copy these weights and queue the copy for writing; returns as soon as the weights may change again."""
+        """Copy the weights and queue the copy for writing."""
         began_s = time.perf_counter()
         copy = {
             name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -85,12 +84,12 @@ class Saver:
         self._stall_s += time.perf_counter() - began_s
 
     def flush(self) -> None:
-        """Wait until all that was saved is written, replaced or has failed."""
+        """Wait until every save was written, replaced or has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending is None and not self._writing)
 
     def close(self) -> None:
-        """Write what is pending, then end the thread."""
+        """Write the pending save, then end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -117,7 +116,7 @@ class Saver:
             error: Exception | None = None
             try:
                 write(self.file, weights, step=step)
-            except Exception as caught:  # noqa: BLE001  whatever ails the disk, training goes on
+            except Exception as caught:  # noqa: BLE001  counted; training continues
                 error = caught
             with self._changed:
                 self._writing = False
@@ -129,35 +128,33 @@ class Saver:
 
 
 def write(file: Path, weights: Weights, *, step: int) -> None:
-    """Write tensors with their checksum in one move."""
+    """Write tensors with their checksum atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    remove_partials(file.parent, file.name)  # left by a crash; a file has one writer
+    remove_partials(file.parent, file.name)  # of a crash; a file has one writer
     with atomic_file(file, durable=True) as partial:
         save_file(dict(weights), partial, metadata={"seal": SEAL, "format": "pt", "step": str(step)})
         seal(partial)
 
 
 def restore(drafter: Drafter, file: Path) -> int:
-    """Load the tensors of `file` into the drafter of the original directory (`checkpoint.load`); returns their step."""
+    """Load the tensors of `file` into the drafter of the original directory, and return their step."""
     try:
         verify_seal(file)
         with safe_open(file, "pt") as tensors:
             facts = tensors.metadata() or {}
             weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"checkpoint: {file} cannot be read ({error}); must be a file that a `Saver` has written"
-        ) from None
+        raise ValueError(f"checkpoint: {file} cannot be read ({error}); must be a file written by `Saver`") from None
     except ChecksumError as error:
-        raise ValueError(f"checkpoint: {error}; must be whole because damage loads silently: copy it again") from None
+        raise ValueError(f"checkpoint: {error}; copy it again") from None
     own = trained(drafter)
     shapes = {name: weight.shape for name, weight in own.items()}
     found = {name: weight.shape for name, weight in weights.items()}
     if shapes != found:
         differing = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
         raise ValueError(
-            f"checkpoint: {file} differs from the drafter in {', '.join(differing)}; must be of the drafter that was "
-            "trained: load the directory that training began with"
+            f"checkpoint: {file} differs from the drafter in {', '.join(differing)}; must be of the trained drafter: "
+            "load the directory with which training started"
         )
     with torch.no_grad():
         for name, weight in own.items():

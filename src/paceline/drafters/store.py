@@ -1,7 +1,7 @@
-"""The run's files for online drafter training: training data, rounds, and a copy of the published drafter.
+"""Files of online drafter training: training data, rounds, and a copy of the published drafter.
 
 documents/  written by the learner, read by trainers       rounds/  states, bases and verdicts (rounds.py)
-FILE        the last published drafter, which survives a crash of the run (saver.py)
+FILE        the last published drafter, for after a crash (saver.py)
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from paceline.files import ChecksumError
 
 
 class FileStore:
-    """The run's side of the directory that learner and trainers share; it is the one process that closes rounds."""
+    """The driver's access to the directory shared with learner and trainers. Only the driver closes rounds."""
 
     def __init__(self, directory: Path, checkpoint: Path, workers: Sequence[str], config: SpeculationConfig) -> None:
-        """`checkpoint` is the drafter that the run begins with, `workers` are the names of the trainers."""
+        """`checkpoint` is the initial drafter; `workers` are the names of the trainers."""
         self.rounds = Rounds(rounds_in(directory), checkpoint)
         self._documents = documents_in(directory)
         self._checkpoint = checkpoint
@@ -81,7 +81,7 @@ class FileStore:
             return
         try:
             self._saver.save(drafter_weights(self.rounds.file(number)), step=number)
-        except ChecksumError:  # the next one that is published is kept
+        except ChecksumError:  # the next published one is saved
             self.rounds.num_broken += 1
 
     def copy_to(self, directory: Path) -> None:
@@ -105,10 +105,8 @@ class FileStore:
             self._saver.close()
 
     def save(self, directory: Path, provenance: Provenance | None) -> None:
-        """Write the published drafter as a checkpoint, with its evaluation on the held-out slice and its provenance.
-
-        The tokens that were trained on are added to `provenance`.
-        """
+        """Write the published drafter as a checkpoint, with its evaluation on held-out documents and `provenance`, to
+        which the tokens of this run are added."""
         import torch
 
         from paceline.drafters.buffer import Buffer

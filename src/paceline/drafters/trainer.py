@@ -1,23 +1,20 @@
-"""Trains the drafter in slices that can be stopped at any micro-batch.
+"""Training of a drafter in slices that can be stopped at any micro-batch.
 
     documents ──submit──▶ optimizer steps ──▶ micro-batches ──run──▶ gradients ··· clip, Muon + AdamW, schedule
 
-A worker on an idle engine trains until the engine is needed. It must then let go at once and lose nothing, so `run`
-asks before every micro-batch whether to go on. What was accumulated stays, and the next `run` continues where this one
-stopped, to the same parameters as if it had never been interrupted.
+A worker on an idle engine must stop as soon as the engine is needed, without losing work: `run` checks for a stop
+before every micro-batch and keeps accumulated gradients, so interrupted and uninterrupted training end with the same
+parameters.
 
-Matrices inside the layers are trained by Muon, all else by AdamW. The loss of a step is the mean over its guesses,
-however it is cut into micro-batches. A warm start knows its length: the learning rate falls to zero over it, and the
-number of unrolled steps grows with it, because the first step is learnt first and the later ones, which build on it,
-cost as much time each.
+Muon trains the matrices inside layers and AdamW all other tensors. The loss of a step is the mean over its guesses,
+independent of micro-batches. In offline training the learning rate falls to zero, and the number of unrolled steps
+grows because later steps build on the first one and cost as much time each.
 
-Training without a known end keeps its learning rate, and its weights keep the noise of that. What is published is
-therefore their mean over the last steps (on arena:small, accepted length 4.57 where the weights themselves had 4.49);
-training goes on from the weights.
+Online training has no known end and a constant learning rate. It publishes the mean of the weights over the last steps,
+which has less noise (accepted length 4.57 instead of 4.49 on arena:small), and continues from the weights.
 
-Several workers train on documents of their own and are averaged between slices, weights and optimizers alike, each
-weighted by the tokens that it has seen since the last average. A worker that joins loads the average, one that leaves
-is left out, and one alone is its own average.
+Several workers train on different documents and are averaged between slices, weights and optimizers alike, weighted by
+the tokens seen since the last average. A worker that joins loads the average.
 """
 
 from __future__ import annotations
@@ -43,52 +40,48 @@ if TYPE_CHECKING:
 
 
 State = dict[str, torch.Tensor]
-"""State of a trainer under flat names, so that it can be written as safetensors and averaged tensor by tensor."""
+"""State of a trainer under flat names, for safetensors and tensor-wise averages."""
 WEIGHTS = "drafter/"
-"""Prefix of the drafter's tensors in a state; the others are the optimizers' and the weights that they move."""
+"""Prefix of the drafter's tensors in a state."""
 _MOVED = "moved/"
-"""Prefix of the weights as the last optimizer step left them; under WEIGHTS is then their mean."""
+"""Prefix of the weights after the last optimizer step, if WEIGHTS holds their mean."""
 _MEAN_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How a drafter is trained."""
-
     num_steps: int | None
-    """Optimizer steps over which the learning rate falls to zero; None keeps it, for training without a known end."""
+    """Optimizer steps over which the learning rate falls to zero; None keeps it constant (online training)."""
     tokens_per_step: int = 1024
     pass_tokens: int = 1024
-    """Tokens of one micro-batch: bounds memory, and the time until training gives way. A longer document gets its own
-    pass."""
+    """Tokens per micro-batch, which bounds memory and the time to stop. A longer document gets its own pass."""
     draft_length: int = 7
-    """Largest draft length that the drafter is trained for: steps that are unrolled at the end of the schedule."""
+    """Unrolled steps at the end of the schedule, the largest useful draft length."""
     matrix_lr: float = 0.1
-    """Peak learning rate of the Muon optimizer, used for matrices."""
+    """Peak learning rate of Muon, for matrices."""
     other_lr: float = 0.01
-    """Peak learning rate of AdamW, used for embeddings, output head and norms."""
+    """Peak learning rate of AdamW, for embeddings, output head and norms."""
     warmup_steps: int = 20
     max_grad_norm: float = 1.0
     is_new: bool = True
-    """Whether the drafter starts from random weights: then drafts are unrolled further and further, and the loss turns
-    to overlap half-way. Only for training with a known end."""
+    """The drafter starts from random weights: increase the unrolled steps, and switch to the overlap loss half-way.
+    Offline training only."""
     autocast: bool = True
-    """Forward and backward pass in bfloat16 where the device computes in it; weights, optimizer and target distribution
-    stay in float32."""
+    """Run forward and backward passes in bfloat16 if the device supports it. Weights, optimizer and target distribution
+    are float32."""
 
     def lr_factor(self, step: int) -> float:
         warmup = min(1.0, (step + 1) / self.warmup_steps)
         return warmup if self.num_steps is None else warmup * max(0.02, 1 - step / self.num_steps)
 
     def unrolled(self, step: int) -> int:
-        """Steps to unroll at this optimizer step: 2, then 4, then all."""
+        """Return the steps to unroll at this optimizer step: 2, then 4, then all."""
         if self.num_steps is None or self._is_mature(step, self.num_steps):
             return self.draft_length
         return min(self.draft_length, 2 if step < self.num_steps / 5 else 4)
 
     def overlap_share(self, step: int) -> float:
-        """Share of overlap in the loss: none while the distribution is being found, then nearly all; half without a
-        known end."""
+        """Return the share of overlap in the loss: 0, then 0.95; 0.5 in online training."""
         if self.num_steps is None:
             return 0.5
         return 0.95 if self._is_mature(step, self.num_steps) else 0.0
@@ -98,14 +91,14 @@ class Schedule:
 
     @classmethod
     def online(cls, config: DrafterTrainingConfig, draft_length: int) -> Schedule:
-        """Training without a known end, beside RL."""
+        """Return the schedule of training during RL."""
         return cls(
             num_steps=None,
             draft_length=draft_length,
             matrix_lr=config.matrix_lr,
             other_lr=config.other_lr,
             tokens_per_step=config.tokens_per_step,
-            pass_tokens=2 * config.tokens_per_step,  # documents rarely make up a step exactly; one pass should hold it
+            pass_tokens=2 * config.tokens_per_step,  # documents rarely add up to a step exactly
         )
 
 
@@ -115,20 +108,19 @@ class _MicroBatch:
     unrolled: int
     overlap_share: float
     num_guesses: int
-    """Guesses of the whole optimizer step, whose loss is their mean."""
+    """Guesses of the whole optimizer step; the loss is their mean."""
     ends_step: bool
 
 
 class DrafterTrainer:
     def __init__(self, drafter: Drafter, head_VD: torch.Tensor, schedule: Schedule) -> None:
-        """`head_VD` is the policy's output head, which turns a document's last hidden states into the target
-        distribution."""
+        """`head_VD` is the policy's output head, which maps last hidden states to target distributions."""
         self.drafter = drafter
         self.schedule = schedule
         self.num_steps = 0
         self.num_tokens = 0
         self.num_skipped = 0
-        """Steps whose gradient was not finite; they change nothing."""
+        """Skipped steps with a gradient that was not finite."""
         self._head_VD = head_VD.detach().float()
         self._autocast = schedule.autocast and computes_bfloat16(head_VD.device)
         self._queue: deque[_MicroBatch] = deque()
@@ -137,9 +129,9 @@ class DrafterTrainer:
         self._sums: dict[str, float] = {}
         self._pending_tokens = 0
         self.fresh_tokens = 0
-        """Tokens trained on since the state was last loaded: the weight of this worker in an average."""
+        """Tokens since the state was loaded: the weight of this worker in an average."""
         self._mean: State | None = None
-        """Mean of the weights over the last steps, in training without a known end."""
+        """Mean of the weights over the last steps, in online training."""
         if schedule.num_steps is None:
             self._mean = _copies(trained(drafter))
 
@@ -148,7 +140,7 @@ class DrafterTrainer:
         self._head_VD = head_VD.detach().float()
 
     def submit(self, documents: Sequence[Document]) -> None:
-        """Queue documents, in as many optimizer steps as their tokens make. Those without anchors are left out."""
+        """Queue optimizer steps for these documents. Documents without anchors are left out."""
         useful = [document for document in documents if document.num_anchors]
         for step in plan_steps(useful, self.schedule.tokens_per_step):
             unrolled = self.schedule.unrolled(self._planned_steps)
@@ -168,8 +160,7 @@ class DrafterTrainer:
             self._planned_steps += 1
 
     def run(self, should_stop: Callable[[], bool]) -> bool:
-        """Work until the queue is empty (True) or `should_stop` says so (False), which is asked before every
-        micro-batch."""
+        """Return True when the queue is empty, or False if `should_stop()` before a micro-batch."""
         while self._queue:
             if should_stop():
                 return False
@@ -186,7 +177,7 @@ class DrafterTrainer:
         return {f"draft/{key}": value / count for key, value in sums.items()}
 
     def drop_queue(self) -> None:
-        """Drop what is queued, and the gradients of a half-made step."""
+        """Drop the queue and the gradients of an unfinished step."""
         self._queue.clear()
         self._planned_steps = self.num_steps
         self._pending_tokens = 0
@@ -194,8 +185,8 @@ class DrafterTrainer:
             optimizer.zero_grad()
 
     def state_dict(self) -> State:
-        """Copy everything that a later trainer needs to continue, under flat names; only between optimizer steps."""
-        assert not self._queue, "stopped inside an optimizer step, whose gradients would be lost"
+        """Return a copy of the state. Call it between optimizer steps only."""
+        assert not self._queue, "stopped inside an optimizer step: its gradients would be lost"
         weights = trained(self.drafter)
         state = {f"{WEIGHTS}{name}": weight for name, weight in (self._mean or weights).items()}
         if self._mean is not None:
@@ -207,8 +198,8 @@ class DrafterTrainer:
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from a state; with one that holds only weights, the optimizers start afresh."""
-        assert not self._queue, "what is queued was planned for another state"
+        """Continue from a state. If it holds only weights, reset the optimizers."""
+        assert not self._queue, "the queue was planned for another state"
         load_weights(self.drafter, state)
         if self._mean is not None:
             self._mean = _copies(trained(self.drafter))
@@ -255,7 +246,7 @@ class DrafterTrainer:
         self._pending_tokens = 0
         self.num_steps += 1
         if self._mean is not None:
-            # At first over half of the steps, so that the initial weights are soon left out.
+            # At first over half of the steps, to forget the initial weights soon.
             share = 1 / min(_MEAN_STEPS, 1 + self.num_steps // 2)
             for name, weight in trained(self.drafter).items():
                 self._mean[name].lerp_(weight.detach(), share)
@@ -263,7 +254,7 @@ class DrafterTrainer:
 
 @torch.no_grad()
 def load_weights(drafter: Drafter, state: State, *, prefix: str = WEIGHTS) -> None:
-    """Load only the drafter's part of a trainer's state."""
+    """Load the drafter's part of a trainer's state."""
     for name, weight in trained(drafter).items():
         weight.copy_(state[f"{prefix}{name}"])
 
@@ -273,15 +264,14 @@ def _copies(weights: State) -> State:
 
 
 def trained(drafter: Drafter) -> dict[str, torch.Tensor]:
-    """Return the tensors that training changes, by name; not copies."""
+    """Return the trainable tensors by name, without copying them."""
     return {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
 
 
 def average(states: Sequence[State], num_tokens: Sequence[int]) -> State:
-    """Average workers' states, weighted by the tokens that each has seen since all of them were equal (`fresh_tokens`).
+    """Average workers' states, weighted by `fresh_tokens`.
 
-    A worker that has seen none counts for nothing. A tensor that some lack (an optimizer before its first step) is the
-    mean of those that have it."""
+    A tensor that some states lack, such as an optimizer's before its first step, is averaged over the others."""
     seen = [(state, count) for state, count in zip(states, num_tokens, strict=True) if count > 0]
     if len(seen) <= 1:  # bit for bit
         return seen[0][0] if seen else states[0]
@@ -327,7 +317,7 @@ def evaluate(
     draft_length: int,
     pass_tokens: int = 4096,
 ) -> Evaluation:
-    """Guess every token of the documents in float32, and score the guesses."""
+    """Evaluate the drafter on every token of the documents, in float32."""
     overlap_J = torch.zeros(draft_length)
     divergence_J = torch.zeros(draft_length)
     count_J = torch.zeros(draft_length)
@@ -351,12 +341,12 @@ def evaluate(
 
 
 def expected_verifications(accept_AJ: Floats) -> float:
-    """Expected number of verification steps that an engine needs for a response whose tokens are known.
+    """Return the expected number of verification steps of an engine for a known response.
 
-    A drafted token is drawn from q and accepted with probability min(1, p/q), so a token x comes out accepted with
-    probability min(p(x), q(x)): of the times that x comes out at all, which is p(x), that is the share min(1, q(x) /
-    p(x)) = accept_AJ. Walking along the response with these probabilities is therefore an exact replay of the engine.
-    visits_A holds how probable it is that a verification begins at each token."""
+    A draft is sampled from q and accepted with probability min(1, p/q), so a token x is drafted and accepted with
+    probability min(p(x), q(x)). Given that x is emitted, which has probability p(x), it was accepted with probability
+    min(1, q(x) / p(x)) = accept_AJ. Following the response with these probabilities replays the engine exactly.
+    visits_A is the probability that a verification starts at each token."""
     num_anchors, draft_length = accept_AJ.shape
     visits_A = np.zeros(num_anchors + draft_length + 1)
     visits_A[0] = 1.0
@@ -371,7 +361,7 @@ def _num_guesses(document: Document, unrolled: int) -> int:
 
 
 def plan_steps(documents: Sequence[Document], tokens_per_step: int) -> Iterator[list[Document]]:
-    """Divide documents, in their order, into steps of about equal size."""
+    """Divide documents into consecutive steps of about equal size."""
     if not documents:
         return
     ends = np.cumsum([len(document.token_ids) for document in documents])
@@ -384,7 +374,7 @@ def plan_steps(documents: Sequence[Document], tokens_per_step: int) -> Iterator[
 
 
 def _make_optimizers(drafter: Drafter, schedule: Schedule) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Make the optimizers, each with its peak learning rate."""
+    """Return the optimizers with their peak learning rates."""
     trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
     matrices = {
         name: weight for name, weight in trained.items() if weight.ndim == 2 and name.startswith(("layers.", "fc."))

@@ -1,20 +1,18 @@
-"""The process that trains the drafter on an idle engine's device, and the owner's handle of it.
+"""Process that trains the drafter on an idle engine's device, and its owner's handle.
 
     owner (beside the engine): TrainerProcess ──SIGCONT: lease, SIGSTOP: recall──▶ process: TrainingWorker ──▶ rounds.py
                                                                                         ▲
                                                                                     buffer.py
 
-A recall must take effect at once, and a micro-batch takes as long as it takes; so the system stops the process in the
-middle of it, and the process continues there in its next lease: nothing that it has done is lost. No thread of it runs
-another instruction once the signal is sent, so nobody waits for its answer, and outside its leases it takes no time of
-any core. It holds no lock that others need and reports only through files that are moved into place, so neither a stop
-nor a kill at any instruction harms anybody. It dies with its owner, stopped or not; with the run, if it never had a
-lease.
+A recall must take effect before a micro-batch ends, so SIGSTOP stops the process anywhere and its next lease continues
+there. A stopped process uses no CPU, and the owner does not wait for an answer. The process holds no shared locks and
+reports only through files that are moved into place, so a stop or kill at any instruction is safe. It dies with its
+owner.
 
     python -m paceline.drafters.worker SETTINGS
 
-The process that a run waits for at its start writes "ready" when it could train, and stops itself. One that takes the
-place of another is stopped by its owner before it has done anything, and starts in its leases.
+A process started with the run writes "ready" after initialization and stops itself. A replacement is stopped by its
+owner immediately and initializes in its leases.
 """
 
 from __future__ import annotations
@@ -46,22 +44,22 @@ _END_DEADLINE_S = 5.0
 
 
 class WorkerSettings(Section):
-    """All settings of the process."""
+    """Settings of the process."""
 
     name: str
     drafter: Path
-    """The checkpoint that the run began with."""
+    """The run's initial drafter."""
     directory: Path
-    """The run's directory, shared by all workers of the node: it holds documents/ and rounds/."""
+    """Directory with documents/ and rounds/, shared by all workers of the node."""
     max_draft_length: int
     training: DrafterTrainingConfig
     cpus: tuple[int, ...] | None
-    """Cores that the process may use: those of its engine."""
+    """The engine's cores, which the process may use."""
     device: DeviceKind | None = None
-    """What it computes on; None is what it finds."""
+    """Device; None selects it automatically."""
     seed: int
     awaited: bool = False
-    """The run waits until it is ready, so it starts at once and with the priority of everybody else."""
+    """The run waits for this process, so it initializes immediately and at normal priority."""
 
 
 def documents_in(directory: Path) -> Path:
@@ -73,43 +71,41 @@ def rounds_in(directory: Path) -> Path:
 
 
 class TrainerProcess:
-    """The owner's handle of the process, in one thread. Every method returns at once, except `wait_ready` and `kill`,
-    which block and may be called in others."""
+    """The owner's handle of the process. Only `wait_ready` and `kill` block; they may run in other threads."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         command = [sys.executable, "-m", __name__, settings.model_dump_json()]
-        # A group of its own: Ctrl-C in a terminal is not for it, its owner ends it. Not a session: the system would
-        # share the cores out among sessions, and its low priority would count for nothing beside the run's.
+        # A separate process group, because Ctrl-C is for the owner only. Not a session: the scheduler divides cores
+        # among sessions, which would cancel the low priority.
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0)  # noqa: S603
         self._handle = psutil.Process(self._process.pid)
         self.pid = self._process.pid
         self._recalled_cpu_s = 0.0
-        """What it had used when it was stopped last."""
+        """CPU time used when it was last stopped."""
         if not settings.awaited:
             self._signal(signal.SIGSTOP)
 
     def wait_ready(self) -> bool:
-        """Wait until a process that is awaited could train; False if it ended before."""
+        """Wait for initialization; return False if the process ended before."""
         assert self._process.stdout is not None and self.settings.awaited
         ready = self._process.stdout.readline() == b"ready\n" and self._wait_stopped()
         self._recalled_cpu_s = self._cpu_s()
         return ready
 
     def lease(self) -> float:
-        """Let the process run; returns the CPU seconds that it has used since it was stopped, which should be none."""
+        """Resume the process; return the CPU seconds used since it was stopped, which should be zero."""
         unleased_cpu_s = max(0.0, self._cpu_s() - self._recalled_cpu_s)
         self._signal(signal.SIGCONT)
         return unleased_cpu_s
 
     def recall(self) -> None:
-        """Stop the process. Where its threads wait for a core it may take long until the system calls it stopped, but
-        they do nothing more."""
+        """Stop the process. On a busy machine it may show as running for a while, but executes nothing more."""
         self._signal(signal.SIGSTOP)
         self._recalled_cpu_s = self._cpu_s()
 
     def ended(self) -> int | None:
-        """Exit code of the process; None while it lives."""
+        """Return the exit code, or None while the process runs."""
         return self._process.poll()
 
     def kill(self) -> None:
@@ -128,7 +124,7 @@ class TrainerProcess:
         return times.user + times.system
 
     def _wait_stopped(self) -> bool:
-        """Wait until the process has stopped itself; False if it ended before."""
+        """Wait until the process has stopped itself; return False if it ended before."""
         while self.ended() is None:
             try:
                 if self._handle.status() == psutil.STATUS_STOPPED:
@@ -140,7 +136,7 @@ class TrainerProcess:
 
 
 class TrainingWorker:
-    """The work of the process while it is leased, in steps that a test can take one by one."""
+    """The work of the process, in steps that tests can run one by one."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         from torch import nn
@@ -165,13 +161,13 @@ class TrainingWorker:
         self._counted = self._training.inline_slices if self._training.mode == "inline" else None
         self._num_slices = 0
         """Slices made with the present head."""
-        self._progress = self._before = self._rounds.progress(settings.name)  # its predecessor's, if there was one
+        self._progress = self._before = self._rounds.progress(settings.name)  # of its predecessor, if any
 
     def work(self) -> bool:
-        """Train one slice or evaluate one base; False if there is nothing to do yet."""
+        """Train one slice or evaluate one base; return False if there is nothing to do."""
         began_s = _running_s()
         worked = finished = False
-        # One that was stopped after its last slice goes on with the head that it knew: it must look for the newest.
+        # The policy may have changed while the process was stopped.
         if self._follow_policy() and self._progress.finished_version != self._head_version:
             self._follow_round()
             began_s = _running_s()
@@ -189,7 +185,7 @@ class TrainingWorker:
         return worked
 
     def _follow_policy(self) -> bool:
-        """Take over the newest policy's output head; False before there is any."""
+        """Load the newest policy's output head; return False before the first."""
         import torch
 
         from paceline.drafters.trainer import DrafterTrainer, Schedule
@@ -206,13 +202,12 @@ class TrainingWorker:
         return self._trainer is not None
 
     def _follow_round(self) -> None:
-        """Continue from the newest base, or from what a predecessor of the same name has made of it; what was trained
-        on an older one since its round was closed is dropped."""
+        """Continue from the newest base, or from a predecessor's state of it. Drop training on older bases."""
         assert self._trainer is not None
         while (newest := self._rounds.round()) != self._round:
             try:
                 state, fresh_tokens = self._rounds.state(newest, self._settings.name)
-            except FileNotFoundError:  # it was stopped here, and meanwhile there is a newer one
+            except FileNotFoundError:  # replaced by a newer base while stopped here
                 continue
             self._trainer.drop_queue()
             self._trainer.load_state_dict(state)
@@ -220,7 +215,7 @@ class TrainingWorker:
             self._round = newest
 
     def _judge(self) -> bool:
-        """Compare a new base with the published one, if no worker has yet."""
+        """Compare a new base with the published one, unless another worker has."""
         from paceline.drafters.comparison import compare
 
         published, drift = self._rounds.published(), self._training.drift
@@ -239,13 +234,13 @@ class TrainingWorker:
         except FileNotFoundError:  # as above
             return False
         if verdict is None:
-            return False  # the next steps bring more
+            return False  # wait for more held-out rollouts
         self._rounds.put_verdict(self._round, verdict)
         return True
 
     def _train(self) -> bool:
         assert self._trainer is not None
-        # By counters that a checkpoint of the run holds, so that a run that goes on draws alike.
+        # From counters that a checkpoint holds, so that a resumed run draws the same documents.
         seed = [self._settings.seed, *self._settings.name.encode(), self._round, self._trainer.num_steps]
         documents = self._buffer.draw(self._training.tokens_per_step, np.random.default_rng(seed))
         if not documents:
@@ -264,8 +259,7 @@ class TrainingWorker:
 
 
 def _running_s() -> float:
-    """Time in which this thread was on a core or waited for one. No other clock leaves out the time in which it was
-    stopped."""
+    """Return the time in which this thread ran or waited for a core. Other clocks include stopped time."""
     on_core_ns, waiting_ns, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
     return (int(on_core_ns) + int(waiting_ns)) / 1e9
 
@@ -273,7 +267,7 @@ def _running_s() -> float:
 def main(settings: WorkerSettings) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.dup(1)
-    os.dup2(2, 1)  # nobody reads what libraries print
+    os.dup2(2, 1)  # redirect the output of libraries to stderr
     if not settings.awaited:
         os.setpriority(os.PRIO_PROCESS, 0, 19)
     if settings.cpus is not None:

@@ -1,17 +1,16 @@
-"""Online drafter training inside another host's loop: keep rollouts, train for a while, publish what is better.
+"""Online drafter training inside another host's loop.
 
     add ── documents ──▶ Buffer (in shared memory) ── draw ──▶ DrafterTrainer ── candidate ──┐
                             └── held-out prompts ──▶ compare with the published weights ◀────┘
                                                           │ better
     engine ◀── EngineWire.push, fingerprints compared ◀───┘
 
-Calls of `update` take as long as their budget says, on average: what one takes longer, the next ones train less.
-Whether there is anything to win is asked of what the engine accepts (drift.py): a drafter that holds is not trained.
-The budget is the host's to give, so the cost that a gain has to exceed is that of publishing alone.
+Calls of `update` keep to their budget on average: an overrun shortens the next ones. The engine's acceptance decides
+whether training pays (drift.py). Since the host grants the budget, a gain must exceed only the cost of publishing.
 
-Nothing raises into the host: what fails is counted in `draft/failures`, told once in the log, and ends training if it
-fails a few times in a row. The engine then goes on with the drafter that it has. The engine's own counters name the
-version of its drafter: one that has started anew has another than the published one, which is then pushed again.
+No exception reaches the host: failures are counted in `draft/failures`, logged once, and repeated failures end
+training; the engine then keeps its drafter. The engine's counters report the version of its drafter, so a restarted
+engine is detected and gets the published drafter again.
 """
 
 from __future__ import annotations
@@ -47,12 +46,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_OVERDRAWN_S = 60.0
-"""Most that later calls make up for. A process that was stopped for an hour, as on a laptop that sleeps, would not
-train again before an hour's worth of budgets has passed."""
+"""Limit of the carried overrun. Without it, a process that was suspended for an hour would not train for as long."""
 
 
 class DrafterUpdater:
-    """Trains and publishes the drafter of one engine. No method raises."""
+    """Train and publish the drafter of one engine. No method raises."""
 
     def __init__(
         self,
@@ -64,38 +62,37 @@ class DrafterUpdater:
         loaded: bool = True,
         seed: int = 0,
     ) -> None:
-        """`checkpoint` is what the engine has loaded, or else what it gets first; `draft_length` is the longest that it
-        drafts."""
+        """`checkpoint` is the engine's drafter, or the first to push; `draft_length` is the maximum draft length."""
         self._wire, self._checkpoint, self._config = wire, checkpoint, config
         self._draft_length, self._seed = draft_length, seed
         self._directory: OwnedDirectory | None = None
         self._buffer: Buffer | None = None
         self._trainer: DrafterTrainer | None = None
         self._judged: Drafter | None = None
-        """A second model, to evaluate and to publish."""
+        """A second model for evaluation and publishing."""
         self._published: State = {}
         self._version = 0 if loaded else -1
-        """The version that the engine has; 0 is the checkpoint, and -1 none that an engine names."""
+        """The engine's version; 0 is the checkpoint, -1 an unloaded one."""
         self._num_rounds = self._num_tokens = self._fresh_tokens = 0
         self._overdrawn_s = 0.0
-        """What was spent beyond the budget so far."""
+        """Time spent beyond the budget."""
         self._drift = DriftMonitor(config.drift)
         self._observed = False
         self._totals: Mapping[str, float] = {}
         self._differences = Differences()
         self._failures = Failures(
             lambda what, error: logger.error(
-                "drafter training failed (%s); the engine goes on with the drafter that it has", what, exc_info=error
+                "drafter training failed (%s); the engine keeps its drafter", what, exc_info=error
             ),
             lambda what: logger.warning(
-                "drafter training given up after %d failures in a row (%s)", MAX_FAILURES, what
+                "drafter training ended after %d consecutive failures (%s)", MAX_FAILURES, what
             ),
         )
         self._step: dict[str, float] = {}
-        """Metrics since they were last taken."""
+        """Metrics since the last call of `metrics`."""
 
     def add(self, documents: Sequence[Document], version: int) -> None:
-        """Keep rollouts of this version of the policy, with its hidden states."""
+        """Add rollouts with hidden states of this policy version."""
         with self._failures.contained("add"):
             if self.given_up:
                 return
@@ -105,14 +102,14 @@ class DrafterUpdater:
             self._buffer.put(documents, version)
 
     def update(self, head_VD: torch.Tensor, budget_s: float) -> None:
-        """Follow the engine, then train for about so long and publish what is better. `head_VD` is the output head of
-        the policy as it is now."""
+        """Read the engine's counters, train for about `budget_s`, and publish a better drafter. `head_VD` is the
+        current policy's output head."""
         with self._failures.contained("observe"):
             self._observe()
         if not self._wanted():
             return
         with self._failures.contained("start"):
-            self._follow(head_VD)  # importing and loading takes seconds, once, which no budget foresees
+            self._follow(head_VD)  # importing and loading takes seconds once, outside the budget
         if self._trainer is None:
             return
         began_s = time.monotonic()
@@ -126,7 +123,7 @@ class DrafterUpdater:
         self._count("draft/training_s", spent_s)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since the last call, under the names of metrics.jsonl."""
+        """Return metrics since the last call, with the names of metrics.jsonl."""
         step, self._step = self._step, {}
         failures, self._failures.num = self._failures.num, 0
         trainer, buffer = self._trainer, self._buffer
@@ -142,8 +139,7 @@ class DrafterUpdater:
         }
 
     def save(self, directory: Path, provenance: Provenance) -> None:
-        """Write the drafter that the engine has as a checkpoint, in place of an older one; nothing if none was ever
-        published."""
+        """Write the published drafter as a checkpoint, replacing an older one. Do nothing if none was published."""
         with self._failures.contained("save"):
             if self._judged is None or self._version <= 0:
                 return
@@ -161,16 +157,16 @@ class DrafterUpdater:
 
     @property
     def given_up(self) -> bool:
-        """Whether failures have ended training."""
+        """Return whether failures have ended training."""
         return self._failures.given_up
 
     @property
     def num_tokens(self) -> int:
-        """Tokens trained on."""
+        """Return the number of training tokens."""
         return self._num_tokens
 
     def _observe(self) -> None:
-        """Take in what the engine has counted, and push again what it has lost."""
+        """Read the engine's counters, and push the drafter again if the engine lost it."""
         totals = dict(self._wire.counters())
         version = int(totals.pop("draft/version"))
         new, self._totals = since(self._totals, totals), totals
@@ -190,15 +186,15 @@ class DrafterUpdater:
         return worth_it and not self.given_up and self._buffer is not None
 
     def _start(self) -> Drafter:
-        """Load the drafter to compare with, and to publish."""
+        """Load the model for evaluation and publishing."""
         if self._judged is None:
-            with torch.random.fork_rng(devices=[]):  # the host's random numbers stay as they would have been
+            with torch.random.fork_rng(devices=[]):  # leave the host's random state unchanged
                 self._judged = load(self._checkpoint)
             self._published = {f"{WEIGHTS}{name}": w.detach().clone() for name, w in trained(self._judged).items()}
         return self._judged
 
     def _follow(self, head_VD: torch.Tensor) -> None:
-        """Go on with the head of the present policy."""
+        """Continue with the current policy's output head."""
         judged = self._start()
         if self._trainer is None:
             with torch.random.fork_rng(devices=[]):
@@ -211,7 +207,7 @@ class DrafterUpdater:
 
     def _train(self, trainer: DrafterTrainer, deadline_s: float) -> None:
         assert self._buffer is not None
-        trainer.drop_queue()  # what a failure has left
+        trainer.drop_queue()  # left by a failure
         while time.monotonic() < deadline_s:
             rng = np.random.default_rng([self._seed, self._num_tokens])
             documents = self._buffer.draw(self._config.tokens_per_step, rng)
@@ -225,7 +221,7 @@ class DrafterUpdater:
         self._step |= trainer.take_metrics()
 
     def _judge(self, trainer: DrafterTrainer, head_VD: torch.Tensor) -> None:
-        """Compare what was trained with what the engine has, publish it if it is better, drop it if it is worse."""
+        """Compare the trained drafter with the engine's; publish it if better, discard it if worse."""
         assert self._buffer is not None
         judged, drift, candidate = self._start(), self._config.drift, State()
 
@@ -243,7 +239,7 @@ class DrafterUpdater:
             config=drift,
         )
         if verdict is None:
-            return  # the next steps bring more held-out rollouts
+            return  # wait for more held-out rollouts
         self._step |= verdict.metrics()
         self._num_rounds, self._fresh_tokens = self._num_rounds + 1, 0
         logger.info("drafter round %d: %s", self._num_rounds, _told(verdict))
@@ -253,7 +249,7 @@ class DrafterUpdater:
         self._drift.note_update(verdict, publish_s)
 
     def _push(self, drafter: Drafter, state: State, *, after: int) -> float:
-        """Give the engine these weights, under the version that follows; returns the seconds that it took."""
+        """Push these weights as the next version; return the seconds it took."""
         began_s = time.monotonic()
         load_weights(drafter, state)
         self._wire.push(after + 1, weights_of(drafter).items(), "drafter")

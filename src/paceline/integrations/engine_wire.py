@@ -1,4 +1,4 @@
-"""An engine of another host, as far as its calls of ours reach: which drafter it has, what it counts, and pushes to it.
+"""Calls to an engine of another host: its drafter, its counters, and weight pushes.
 
     EngineWire ── Rpc ──▶ llm.collective_rpc, or HTTP to vLLM's server ──▶ rollout/calls.py in the workers
          └──────── bytes in /dev/shm (weights/shared_memory.py) ─────────────────┘
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 
 _COLLECTIVE_RPC = "/collective_rpc"
 Rpc = Callable[[str, Sequence[Any]], Sequence[Any]]
-"""Calls a method by name with plain arguments; returns one answer of each worker."""
+"""Call a method by name with plain arguments and return one answer per worker."""
 
 
 class EngineWire:
-    """One engine, or one server with its workers. Every method raises what goes wrong."""
+    """One engine, or one server with its workers. Methods raise on errors."""
 
     def __init__(self, rpc: Rpc) -> None:
         self._rpc = rpc
         self._sender: ShmSender | None = None
 
     def drafter(self) -> ServedDrafter:
-        """The drafter that the engine runs; the problem is that of the first worker that has one."""
+        """Return the engine's drafter, with the first problem of any worker."""
         found = [ServedDrafter(**answer) for answer in self._call(DRAFTER)]
         return next((drafter for drafter in found if drafter.problem is not None), found[0])
 
     def counters(self) -> dict[str, float]:
-        """Totals of the engine's scheduler since its start, and `draft/version`."""
+        """Return the scheduler's totals since its start, and `draft/version`."""
         (answer,) = self._call(COUNTERS)
         return answer
 
     def push(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], target: Target) -> None:
-        """Send one version of a model, and compare what the workers hold then with what was sent."""
+        """Send one version of a model and verify the workers' fingerprints."""
         if self._sender is None:
             self._sender = ShmSender()
         push = self._sender.stage(version, weights, target)
@@ -60,7 +60,7 @@ class EngineWire:
             raise PacelineError(f"the engine did not take version {version} of the {target}: {error}")
 
     def close(self) -> None:
-        """Free the memory that pushes go through."""
+        """Free the shared memory."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -69,23 +69,23 @@ class EngineWire:
         try:
             return self._rpc(method, args)
         except Exception as error:
-            # What vLLM says of a name that nobody has: its executor in one process, and its workers.
+            # vLLM's errors for an unknown method: of its executor in one process, and of its workers.
             if "is not implemented" in str(error) or f"has no attribute '{method}'" in str(error):
                 raise PacelineError(NOT_THERE) from error
             raise
 
 
 class ServerGoneError(PacelineError):
-    """Nobody answers at a server's address: it has not started yet, or has ended."""
+    """No server answers at the address: it has not started yet, or has ended."""
 
 
 def http_rpc(url: str, *, timeout_s: float = 300.0) -> Rpc:
-    """Call the engine behind vLLM's server at this address: by /collective_rpc where it is there, else by our own
-    endpoint (rollout/endpoint.py), which asks for a token."""
+    """Return calls to the engine behind vLLM's server: through /collective_rpc if available, otherwise through our
+    endpoint (rollout/endpoint.py), which requires a token."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"url: got {url!r}; must begin with http:// or https:// because it is a server's address")
     doors = deque([_COLLECTIVE_RPC, ENDPOINT])
-    opener = build_opener(ProxyHandler({}))  # the server is on this machine, and a proxy is not
+    opener = build_opener(ProxyHandler({}))  # never through a proxy: the server is on this machine
 
     def post(path: str, body: bytes) -> Sequence[Any]:
         token = {"Authorization": f"Bearer {shared_token()}"} if path == ENDPOINT else {}
@@ -106,7 +106,7 @@ def http_rpc(url: str, *, timeout_s: float = 300.0) -> Rpc:
             except (OSError, HTTPException) as error:
                 raise ServerGoneError(f"no answer from {url} to {method}: {error}") from error
             except (ValueError, TypeError, KeyError) as error:
-                raise PacelineError(f"{url} answered {method} as no server of vLLM does: {error!r}") from error
+                raise PacelineError(f"{url} answered {method} unlike a vLLM server: {error!r}") from error
             doors.rotate()
         raise PacelineError(
             f"{url} has neither {_COLLECTIVE_RPC} nor {ENDPOINT}: start the server with "

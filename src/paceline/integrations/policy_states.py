@@ -1,9 +1,9 @@
-"""Hidden states of a policy that another program trains, from the checkpoints that it saves.
+"""Hidden states of a policy that another program trains, from its saved checkpoints.
 
     directories ── the newest whole checkpoint ──▶ FsdpLearner ── forward pass over rollouts ──▶ documents, output head
 
-A checkpoint is older than the policy that drew the rollouts. That costs the drafter some acceptance, and nothing else:
-what is sampled is the policy's in any case.
+A checkpoint is older than the policy that sampled the rollouts, which lowers the drafter's acceptance rate but never
+changes the sampled distribution.
 """
 
 from __future__ import annotations
@@ -28,22 +28,20 @@ from paceline.learner.hidden_states import CHUNK_ROLLOUTS, HiddenStateTap, choos
 from paceline.types import Sample
 
 _SETTLED_S = 2.0
-"""Seconds for which a checkpoint must not have been written to."""
+"""Seconds since the last write before a checkpoint is read."""
 _DEPTH = 3
-"""How far below its directory a checkpoint may be: verl's are in global_step_N/actor/huggingface."""
+"""Maximum depth of checkpoints below a directory: verl writes global_step_N/actor/huggingface."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPolicy:
-    """A checkpoint as it was found."""
-
     path: Path
     written_s: float
-    """When the last of its weights was written."""
+    """Time of the last write to its weights."""
 
 
 def newest_policy(directories: Iterable[Path]) -> SavedPolicy | None:
-    """Find the checkpoint that was written last, in the directories or below them; None if there is no whole one."""
+    """Return the newest complete checkpoint in or below the directories, or None."""
     found = [saved for directory in directories for saved in _saved(directory)]
     settled = [saved for saved in found if saved.written_s < time.time() - _SETTLED_S]
     newest_first = sorted(settled, key=lambda saved: saved.written_s, reverse=True)
@@ -54,14 +52,14 @@ def _saved(directory: Path) -> Iterator[SavedPolicy]:
     for depth in range(_DEPTH + 1):
         for config in directory.glob("*/" * depth + "config.json"):
             weights = config.parent.glob("*.safetensors")
-            with suppress(FileNotFoundError):  # a trainer that keeps a few checkpoints only removes the others
+            with suppress(FileNotFoundError):  # removed by a trainer that keeps a few checkpoints
                 written_s = max((file.stat().st_mtime for file in weights), default=None)
                 if written_s is not None and _is_policy(config):
                     yield SavedPolicy(path=config.parent, written_s=written_s)
 
 
 def _is_policy(config: Path) -> bool:
-    """Whether this is not the config of a drafter, or of a model that gives values or rewards."""
+    """Return whether this is the config of a policy, not of a drafter, value or reward model."""
     try:
         tree = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # being written
@@ -70,12 +68,12 @@ def _is_policy(config: Path) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether all parts of the weights are there, in their full length."""
+    """Return whether all weight files exist in full length."""
     index = path / "model.safetensors.index.json"
     try:
         wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
         for name in wanted | {file.name for file in path.glob("*.safetensors")}:
-            with safe_open(path / name, "pt"):  # compares its length with what its header says
+            with safe_open(path / name, "pt"):  # compares the length with the header
                 pass
     except (OSError, ValueError, SafetensorError):
         return False
@@ -83,7 +81,7 @@ def _is_whole(path: Path) -> bool:
 
 
 class PolicyStates:
-    """The newest policy that could be loaded, and its hidden states for a drafter."""
+    """The newest loadable policy, and its hidden states for a drafter."""
 
     def __init__(self, directories: Sequence[Path], drafter: Path, config: LearnerConfig) -> None:
         self._directories, self._drafter, self._config = directories, drafter, config
@@ -93,16 +91,16 @@ class PolicyStates:
         self.head_VD: torch.Tensor | None = None
         """Output head; None before the first policy."""
         self.path: Path | None = None
-        """The checkpoint that is loaded."""
+        """The loaded checkpoint."""
         self.version = 0
-        """Number of policies that were loaded so far."""
+        """Number of policies loaded so far."""
         self.num_failures = 0
-        """Checkpoints that could not be loaded."""
+        """Checkpoints that failed to load."""
 
     def follow(self) -> bool:
-        """Load the newest policy unless it is loaded already; True if that was done.
+        """Load the newest policy if it is new, and return whether it was.
 
-        Raises what is wrong with a new checkpoint, once, and goes on with the one before it if that is still there."""
+        Raise the error of a broken checkpoint once, after reloading the previous one if it still exists."""
         saved = newest_policy(self._directories)
         if saved is None or saved == self._seen:
             return False
@@ -120,8 +118,8 @@ class PolicyStates:
     def documents(
         self, samples: Sequence[Sample], config: BufferConfig, *, seed: Sequence[int], until_s: float
     ) -> list[Document]:
-        """Make documents of as many samples as the buffer takes at a time, the last of them first, until this time on
-        the monotonic clock; of none while no policy is loaded."""
+        """Return documents of as many samples as fit in the buffer, last samples first, until this time on the
+        monotonic clock. Without a policy, return none."""
         documents: list[Document] = []
         if self._learner is None or self._tap is None:
             return documents
@@ -142,7 +140,7 @@ class PolicyStates:
         if self._learner is not None:
             self._learner.close()
         self._learner = self._tap = self.path = None
-        gc.collect()  # two policies may not fit
+        gc.collect()  # two policies may not fit in memory
 
     def _load(self, path: Path) -> None:
         self.close()

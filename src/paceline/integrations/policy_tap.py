@@ -1,16 +1,15 @@
-"""Hidden states of a policy inside another trainer, taken by hooks from passes that the trainer runs anyway.
+"""Hidden states of a policy inside another trainer, recorded by hooks during the trainer's own passes.
 
     trainer ── policy(input_ids, attention_mask, labels) ──▶ layers ──▶ backbone ──▶ log-probabilities
                           │                                  hooks: taps, last hidden states
                           └── rows of new rollouts ──▶ a share of them, within a byte budget ──▶ documents
 
-A row is padding, prompt, completion, padding: `attention_mask` is 0 on padding, and `labels` are -100 outside of what
-the trainer scores. A rollout is taken once, at the first pass over it: a trainer may pass over it again, for several
-iterations or (with adapters switched off) for a reference.
+A row is padding, prompt, completion, padding: `attention_mask` is 0 on padding, and `labels` are -100 outside of scored
+tokens. A rollout is recorded in the first pass over it only; a trainer may pass over it again, for several iterations
+or (with adapters disabled) for a reference policy.
 
-Whether the right things were taken is asked of the trainer itself: the policy's head over the last hidden states of
-the first document must give the log-probabilities that the pass returned. Nothing raises into the trainer's pass: what
-fails is counted and told once, and ends the taking.
+As a check, the policy's head applied to the first document's last hidden states must reproduce the log-probabilities
+that the pass returned. No exception reaches the trainer: a failure is counted, logged once, and ends the recording.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 _MOST_SEEN = 65_536
 _CHECKED_TOKENS = 16
 _LARGEST_GAP = 0.1
-"""Mean difference of log-probabilities up to which two ways of computing them in bfloat16 are the same."""
+"""Largest mean difference between two computations of log-probabilities in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,7 +49,7 @@ class _Row:
 
     number: int
     real_S: torch.Tensor
-    """Which columns are no padding; on the CPU, as the others."""
+    """Mask of columns that are not padding, on the CPU."""
     token_ids: np.ndarray[Any, Any]
     num_prompt_tokens: int
 
@@ -60,7 +59,7 @@ class _Row:
 
 
 class PolicyTap:
-    """Hooks on one policy. `documents` collects; `take` hands over."""
+    """Hooks on one policy."""
 
     def __init__(
         self,
@@ -74,16 +73,15 @@ class PolicyTap:
         called: nn.Module | None = None,
         seed: int = 0,
     ) -> None:
-        """`called` is what the trainer calls, where that is a wrapper of adapters around the policy.
+        """`called` is the module that the trainer calls if it wraps the policy in adapters.
 
-        `passes_per_step`: passes over which a step's rollouts are spread, and so its byte budget. `with_gradient` says
-        in which passes rollouts come first: those of the update, or those that score them before. `temperature` is that
-        of the trainer's log-probabilities."""
+        `passes_per_step` passes share a step's rollouts and byte budget. `with_gradient` selects passes of the update
+        instead of scoring passes, if rollouts occur there first. `temperature` is the trainer's."""
         layers = getattr(policy.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             raise PacelineError(
-                f"{type(policy).__name__}: has no list of layers where text models have it; drafters of such policies "
-                "are not trained in other trainers"
+                f"{type(policy).__name__}: has no list of layers at `layers`; drafters of such policies cannot be "
+                "trained in other trainers"
             )
         self.policy = policy
         self._called = called or policy
@@ -99,7 +97,7 @@ class PolicyTap:
         self._recorded: dict[int, torch.Tensor] = {}
         self._last: list[torch.Tensor] = []
         self.failures = Failures(self._give_up)
-        _ = self.head_VD  # raises what stands in the way, here and not in a pass
+        _ = self.head_VD  # raise here, not in a pass
         self._handles = [
             self._called.register_forward_pre_hook(self._begin, with_kwargs=True),
             self._called.register_forward_hook(self._end, with_kwargs=True),
@@ -107,29 +105,29 @@ class PolicyTap:
 
     @property
     def head_VD(self) -> torch.Tensor:  # noqa: N802  a dimension suffix
-        """The policy's output head as it is now; not a copy."""
+        """Return the policy's current output head, not a copy."""
         head = output_head(self.policy).weight
         assert isinstance(head, torch.Tensor)
         if isinstance(head, DTensor) or not head.numel():
             raise PacelineError(
-                "the policy's output head is split over processes (FSDP, ZeRO-3); drafters are trained where each "
-                "process has the whole policy"
+                "the policy's output head is sharded (FSDP, ZeRO-3); drafter training needs the whole policy in one "
+                "process"
             )
         return head.detach()
 
     def take(self) -> list[Document]:
-        """Return what was collected since the last call."""
+        """Return the documents since the last call."""
         documents, self._documents = self._documents, []
         return documents
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._recording.close()
         for handle in self._handles:
             handle.remove()
 
     def _begin(self, _module: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._recording.close()  # of a pass that did not end
+        self._recording.close()  # of an unfinished pass
         self._rows = []
         if not self.policy.training or torch.is_grad_enabled() != self._with_gradient or kwargs.get("labels") is None:
             return
@@ -192,8 +190,7 @@ class PolicyTap:
 
     @torch.no_grad()
     def _check(self, row: _Row, last_BSD: torch.Tensor, logp_BS: torch.Tensor) -> None:
-        """Compute the first log-probabilities of a row from what was taken of it; `logp_BS` has those of the next
-        token of each column."""
+        """Compare a row's first log-probabilities, from its hidden states, with the trainer's `logp_BS`."""
         first = int(row.real_S.nonzero()[0]) + row.num_prompt_tokens - 1
         span = slice(first, first + min(_CHECKED_TOKENS, row.num_response_tokens))
         drawn_N = torch.from_numpy(row.token_ids[row.num_prompt_tokens :][:_CHECKED_TOKENS]).long()
@@ -202,12 +199,12 @@ class PolicyTap:
         gap = float((own_N - logp_BS[row.number, span].float().cpu()).abs().mean())
         if not gap <= _LARGEST_GAP:
             raise PacelineError(
-                f"hidden states that were taken give log-probabilities {gap:.3g} apart from the trainer's own; must be "
-                f"within {_LARGEST_GAP} because a drafter would be trained on something else than the policy: the "
-                "policy scales or caps its logits, or the trainer pads in another way"
+                f"recorded hidden states give log-probabilities {gap:.3g} apart from the trainer's; must be within "
+                f"{_LARGEST_GAP} because a drafter would not be trained on the policy: the policy scales or caps its "
+                "logits, or the trainer pads differently"
             )
 
     def _give_up(self, _what: str, error: BaseException) -> None:
         self._rows = []
         self.close()
-        logger.error("no more hidden states are taken; the drafter stays as it is", exc_info=error)
+        logger.error("recording of hidden states has ended; the drafter stays unchanged", exc_info=error)

@@ -1,7 +1,7 @@
 """Raw importance ratios between the sampling engine and the trainer, from a trainer's padded batches.
 
-What trainers log after truncation or masking looks healthy in a run that is not (TRL issue 5231). These are taken
-before, over tokens and over whole rollouts, and logged by the names of Paceline's own runs (docs/metrics.md).
+Ratios that trainers log after truncation or masking hide problems (TRL issue 5231). These are computed before, over
+tokens and over rollouts, and have the names of Paceline's own metrics (docs/metrics.md).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from paceline.types import Floats
 
 
 def mismatch_metrics(batches: Sequence[Mapping[str, torch.Tensor]], *, cap: float) -> dict[str, float]:
-    """Figures of all completions in batches as TRL keeps them, by metric key; nothing where a batch lacks one of the
-    two log-probabilities. `cap` is the largest ratio that the trainer lets pass.
+    """Return metrics of all completions in TRL's batches, or none if a batch lacks either log-probability.
 
-    Tokens that the trainer masks (padding, tools' output, truncated completions) are left out."""
+    `cap` is the trainer's largest ratio. Tokens that the trainer masks (padding, tool output, truncated completions)
+    are left out."""
     engine, own = list[Floats](), list[Floats]()
     for batch in batches:
         if "sampling_per_token_logps" not in batch or "old_per_token_logps" not in batch:

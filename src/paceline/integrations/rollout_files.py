@@ -1,13 +1,12 @@
-"""Rollouts that another program writes into a directory, a JSON object a line, read as they come.
+"""Reader of rollouts that another program writes into a directory as JSON lines.
 
-    {"prompt_ids": [5, 6], "response_ids": [7, 8]}                       token ids, as the engine had them
+    {"prompt_ids": [5, 6], "response_ids": [7, 8]}                       token ids of the engine
     {"prompt": "12 + 7 = ", "response": "19"}                            text, for the policy's tokenizer; a prompt may
     {"prompt": [{"role": "user", "content": "..."}], "response": "19"}   be messages for its chat template
-    {"input": "12 + 7 = ", "output": "19"}                               the same as verl spells it
+    {"input": "12 + 7 = ", "output": "19"}                               verl's format
 
-Files `*.jsonl` may grow or be moved in. What follows the last newline is still being written, and is waited for. Lines
-are read once: a file is known by its inode, so it may also be renamed. A line that is no rollout is counted, and costs
-nothing else.
+Files `*.jsonl` may grow, be moved in or be renamed: inodes identify them, and each line is read once. An unfinished
+last line is read later. Invalid lines are counted and skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from paceline.types import Sample, Tokenizer, Tokens
 _IDS = ("prompt_ids", "response_ids")
 _TEXTS = (("prompt", "response"), ("input", "output"))
 _LOOK_BYTES = 64 * 2**20
-"""Most that is read in a look. Where more has come, its oldest part is passed over: it shows an older policy."""
+"""Limit of a read. The oldest part of a larger backlog is skipped, since it shows an older policy."""
 
 
 _Inode = tuple[int, int]
@@ -34,22 +33,22 @@ _Inode = tuple[int, int]
 
 
 class RolloutReader:
-    """Makes samples of lines."""
+    """Parse lines into samples."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], *, vocabulary: int, longest: int) -> None:
-        """`tokenizer` is called at the first line with text. `longest` is the most tokens that a rollout may have."""
+        """`tokenizer` is called at the first line with text. `longest` is the maximum length of a rollout."""
         self._make_tokenizer = tokenizer
         self._tokenizer: Tokenizer | None = None
         self._vocabulary, self._longest = vocabulary, longest
 
     def sample(self, line: bytes) -> Sample:
-        """Return the rollout of a line; ValueError says what is wrong with it."""
+        """Return the rollout of a line; raise ValueError if it is invalid."""
         try:
             row = json.loads(line.decode("utf-8-sig"))
         except RecursionError:
             raise ValueError("nested too deeply") from None
         if not isinstance(row, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("not a JSON object")
         prompt, response = self._tokens(cast("dict[str, Any]", row))
         if not len(prompt) or not len(response):
             raise ValueError("prompt or response has no tokens")
@@ -81,33 +80,33 @@ class RolloutReader:
 
 
 class RolloutFiles:
-    """The rollouts in a directory that were not taken yet."""
+    """New rollouts in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._read_to: dict[_Inode, int] = {}
         self.num_broken = 0
-        """Lines that are no rollout."""
+        """Invalid lines."""
         self.num_skipped_bytes = 0
-        """What was passed over because too much had come."""
+        """Bytes skipped because of a backlog."""
         self.problem = ""
-        """What is wrong with the last broken line, and where it is."""
+        """File and error of the last invalid line."""
 
     def take(self, reader: RolloutReader) -> list[Sample]:
-        """Return the rollouts that have come since the last call, those of the newest file last."""
+        """Return the rollouts since the last call, the newest file last."""
         parts: list[list[Sample]] = []
         room = _LOOK_BYTES
         for file, inode, size in self._found():
             try:
                 content = self._unread(file, inode, size, room)
-            except FileNotFoundError:  # moved away since we looked
+            except FileNotFoundError:  # moved away meanwhile
                 continue
             room -= len(content)
             parts.append(list(self._samples(file, content, reader)))
         return [sample for part in reversed(parts) for sample in part]
 
     def _found(self) -> list[tuple[Path, _Inode, int]]:
-        """List the files with their sizes, the newest first, and forget those that are gone: an inode comes again."""
+        """List files and sizes, newest first, and forget removed files, because inodes are reused."""
         found: list[tuple[int, Path, _Inode, int]] = []
         for file in self._directory.glob("*.jsonl"):
             with suppress(FileNotFoundError):  # as above
@@ -117,8 +116,8 @@ class RolloutFiles:
         return [(file, inode, size) for _, file, inode, size in sorted(found, reverse=True)]
 
     def _unread(self, file: Path, inode: _Inode, size: int, room: int) -> bytes:
-        """Read the whole lines that are new in a file, the last `room` bytes of them."""
-        start = self._read_to[inode] if self._read_to[inode] <= size else 0  # shorter than it was: written anew
+        """Read the new complete lines of a file, at most the last `room` bytes."""
+        start = self._read_to[inode] if self._read_to[inode] <= size else 0  # shorter than before: rewritten
         begin = max(start, size - room)
         with file.open("rb") as stream:
             stream.seek(begin)

@@ -1,4 +1,4 @@
-"""TRL: a callback for `GRPOTrainer` that trains the drafter of its vLLM engine, and weight sync over Paceline's wire.
+"""TRL: a callback for `GRPOTrainer` that trains its engine's drafter, and weight sync over Paceline's wire.
 
     trainer = GRPOTrainer(...)                       # PACELINE=speculation.toml in the environment (docs/hosts.md)
     trainer.add_callback(DrafterCallback(trainer))
@@ -8,15 +8,15 @@
        └── log-probs ────────┴──▶ raw importance ratios ──▶ mismatch/* ────────┴──▶ TRL's own logs
 
 Colocated engines are called in their process, servers through `POST /collective_rpc`. TRL logs importance ratios after
-it has truncated or masked them; the raw ones are logged beside them here, by the names of Paceline's own runs.
+truncation and masking; this callback also logs the raw ratios, with the names of Paceline's own metrics.
 
-Rank 0 trains and pushes. Not supported, and said so in the log: several processes with an engine each (colocated mode
-without tensor parallelism gives each its own drafter; with it, ranks that draft differently would wait for each other
-for ever), policies split over processes (FSDP, ZeRO-3), servers on another machine.
+Rank 0 trains and pushes. Unsupported, with a warning in the log: one engine in each of several processes (each would
+get a different drafter, and tensor-parallel ranks that draft differently deadlock), sharded policies (FSDP, ZeRO-3),
+servers on another machine.
 
-Relied upon in TRL 1.16, beside its public arguments: `GRPOTrainer.vllm_generation` (`mode`, `llm`, `vllm_client`,
-`enable_sleep_mode`, `sync_weights`, `_iter_named_params`), `_metrics`, `_buffered_inputs`, and that the policy is
-called with `input_ids`, `attention_mask` and `labels` and answers with `log_probs`.
+Relied upon in TRL 1.16, besides public arguments: `GRPOTrainer.vllm_generation` (`mode`, `llm`, `vllm_client`,
+`enable_sleep_mode`, `sync_weights`, `_iter_named_params`), `_metrics`, `_buffered_inputs`, and calls of the policy with
+`input_ids`, `attention_mask` and `labels` that return `log_probs`.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 TRAINING = DrafterTrainingConfig(buffer=BufferConfig(keep_versions=16, step_share=1.0))
-"""As in Paceline's own runs, but more rollouts are kept, and longer: generations may be small, and a tenth of their
-prompts is all that drafters are compared on."""
+"""Keep rollouts longer than in Paceline's runs: generations may be small, and only a tenth of the prompts is held
+out."""
 
 
 class DrafterCallback(TrainerCallback):
-    """Trains the drafter after every step of TRL's trainer, and logs what Paceline knows. Never raises."""
+    """Train the drafter after every step of TRL's trainer, and log Paceline's metrics. Never raises."""
 
     def __init__(
         self, trainer: GRPOTrainer, *, budget_s: float = 2.0, training: DrafterTrainingConfig = TRAINING, seed: int = 0
     ) -> None:
-        """`budget_s`: seconds of drafter training after each optimizer step, on average. Of `training`, what is about
-        idle engines has no meaning here."""
+        """`budget_s`: mean seconds of drafter training after each optimizer step. Settings of `training` for idle
+        engines have no effect."""
         self._trainer: Any = trainer
         self._budget_s, self._training, self._seed = budget_s, training, seed
         self._updater: DrafterUpdater | None = None
         self._tap: PolicyTap | None = None
         self._start = ""
         self._judged: object = None
-        """The generation whose ratios were logged."""
+        """The last generation with logged ratios."""
         self._failures = Failures(
-            lambda what, error: logger.error("Paceline's callback: %s; TRL goes on without", what, exc_info=error)
+            lambda what, error: logger.error("Paceline's callback: %s; TRL continues without it", what, exc_info=error)
         )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self._trainer.accelerator.is_main_process:
             return
-        with self._failures.contained("it could not begin"):
+        with self._failures.contained("start failed"):
             if (problem := _unsupported(self._trainer)) is None:
                 problem = self._begin(EngineWire(_rpc(self._trainer)))
             if problem is not None:
@@ -82,9 +82,9 @@ class DrafterCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self._trainer.accelerator.is_main_process:
             return
-        with self._failures.contained("raw ratios could not be taken"):
+        with self._failures.contained("raw ratios failed"):
             self._log_ratios()
-        with self._failures.contained("the drafter could not be trained"):
+        with self._failures.contained("drafter training failed"):
             self._update(state.global_step)
         if self._failures.num:
             self._log({"paceline/callback_failures": float(self._failures.num)})
@@ -93,7 +93,7 @@ class DrafterCallback(TrainerCallback):
         self._save(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "drafter", state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave the drafter that the engine has in `output_dir`: a checkpoint that stock vLLM serves."""
+        """Save the engine's drafter in `output_dir`, as a checkpoint for stock vLLM."""
         self._save(Path(str(args.output_dir)) / "drafter", state)
         if self._tap is not None:
             self._tap.close()
@@ -102,7 +102,7 @@ class DrafterCallback(TrainerCallback):
         self._tap = self._updater = None
 
     def _begin(self, wire: EngineWire) -> str | None:
-        """Ask the engine for its drafter and put hooks into the policy; returns what stands in the way."""
+        """Query the engine's drafter and install hooks in the policy; return a problem, if any."""
         trainer, drafter = self._trainer, wire.drafter()
         if drafter.problem is not None:
             return drafter.problem
@@ -137,17 +137,17 @@ class DrafterCallback(TrainerCallback):
         self._updater.update(self._tap.head_VD, self._budget_s)
         self._log(self._updater.metrics() | {"draft/hand_over_failures": float(self._tap.failures.num)})
         if self._updater.given_up:
-            self._tap.close()  # nobody needs more hidden states
+            self._tap.close()
 
     def _log_ratios(self) -> None:
-        """Log raw ratios of the rollouts that this rank has generated last, once."""
+        """Log raw ratios of this rank's last generation once."""
         batches: Sequence[Mapping[str, torch.Tensor]] | None = self._trainer._buffered_inputs
         if batches is not None and batches is not self._judged:
             self._judged = batches
             self._log(mismatch_metrics(batches, cap=self._trainer.vllm_importance_sampling_clip_max or 2.0))
 
     def _log(self, metrics: Mapping[str, float]) -> None:
-        """Add to what TRL will log next; it takes means over the steps between two logs."""
+        """Add to TRL's next log, which averages over steps."""
         for key, value in metrics.items():
             self._trainer._metrics["train"][key].append(value)
 
@@ -166,16 +166,16 @@ class DrafterCallback(TrainerCallback):
 
 
 def _unsupported(trainer: Any) -> str | None:
-    """Why the drafter of this trainer's engine cannot be trained."""
+    """Return why this engine's drafter cannot be trained, if so."""
     if not trainer.use_vllm:
         return "TRL generates without vLLM; set use_vllm=True"
     if trainer.vllm_generation.mode == "colocate" and trainer.accelerator.num_processes > 1:
-        return "there is an engine in each of several processes; use vllm_mode='server', or one process"
+        return "each of several processes has an engine; use vllm_mode='server', or one process"
     return None
 
 
 def _rpc(trainer: Any) -> Rpc:
-    """Calls to the trainer's engine or server."""
+    """Return calls to the trainer's engine or server."""
     generation = trainer.vllm_generation
     if generation.mode == "server":
         return http_rpc(generation.vllm_client.base_url)
@@ -184,26 +184,25 @@ def _rpc(trainer: Any) -> Rpc:
         return generation.llm.collective_rpc(method, args=tuple(args))
 
     def call_awake(method: str, args: Sequence[Any]) -> Sequence[Any]:
-        """Between generations TRL keeps the engine asleep, without memory for weights."""
+        """Wake the engine, which TRL keeps asleep without weights between generations."""
         if method != PUSH:
             return call(method, args)
         generation.llm.wake_up(tags=["weights"])
         try:
             return call(method, args)
         finally:
-            generation.llm.sleep(level=2)  # TRL sends the policy anew before it generates
+            generation.llm.sleep(level=2)  # TRL sends the policy before it generates
 
     return call_awake if generation.enable_sleep_mode else call
 
 
-# Weight sync over Paceline's wire: shared memory, fingerprints, nothing of CUDA. On CPUs TRL has no sync of its own: in
-# colocated mode it writes into parameters that vLLM's CPU backend has packed, and with a server it needs NCCL. It runs
-# on GPUs too where trainer and engine share a machine, but has not been run there. The first two go when TRL syncs
-# weights on CPUs by itself; they are what CI runs stock TRL with.
+# Weight sync over Paceline's wire: shared memory and fingerprints, without CUDA. TRL cannot sync on CPUs: in colocated
+# mode it writes into parameters that vLLM's CPU backend has packed, and with a server it needs NCCL. The first two
+# functions go when TRL syncs weights on CPUs; CI uses them to test stock TRL. Not yet run on GPUs.
 
 
 def sync_over_wire(trainer: GRPOTrainer) -> None:
-    """Sync the weights of a trainer in colocated mode over the wire from now on."""
+    """Make a trainer in colocated mode sync its weights over the wire."""
     generation: Any = trainer.vllm_generation
     if generation.mode != "colocate" or generation.enable_sleep_mode:
         raise ValueError(
@@ -224,7 +223,7 @@ class WireClient(VLLMClient):
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         self._wire = EngineWire(http_rpc(self.base_url))
-        self._wire.counters()  # raises here what is missing
+        self._wire.counters()  # raise here if endpoints are missing
         self._push = _policy_pusher(self._wire)
 
     def update_named_params(
@@ -238,7 +237,7 @@ class WireClient(VLLMClient):
 
 @contextmanager
 def wire_clients() -> Iterator[None]:
-    """Trainers in server mode that are made in here sync their weights over the wire."""
+    """Make trainers in server mode that are created inside sync their weights over the wire."""
     module: Any = vllm_generation
     stock, module.VLLMClient = module.VLLMClient, WireClient
     try:
@@ -259,7 +258,7 @@ class WireTransfer:
 
     def init_weight_transfer(self) -> None:
         self._client.wait_for_server_ready()
-        self._wire.counters()  # raises here what is missing
+        self._wire.counters()  # raise here if endpoints are missing
 
     def pause(self) -> None:
         self._client.pause()
@@ -275,7 +274,8 @@ class WireTransfer:
 
 
 def _policy_pusher(wire: EngineWire) -> Callable[[Iterator[tuple[str, torch.Tensor]]], None]:
-    """Pushes of the policy under rising versions. They raise: a policy that did not arrive must end the run."""
+    """Return a function that pushes the policy with increasing versions. It raises, because a failed sync must end the
+    run."""
     version = 0
 
     def push(weights: Iterator[tuple[str, torch.Tensor]]) -> None:

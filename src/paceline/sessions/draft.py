@@ -1,13 +1,12 @@
-"""Offline warm start: a drafter for a policy, from the policy's own rollouts.
+"""Offline training of a drafter on the policy's own rollouts.
 
     prompts ──▶ engine (no speculation) ──rollouts──▶ learner.logp ──hidden states──▶ DrafterTrainer ──▶ checkpoint
                                                                                          │
                                               held-out rollouts ──▶ evaluate ──▶ overlap, accepted length
 
-The drafter must guess what the policy says at the temperature of the rollouts, so it is trained on the policy's own
-samples, not on a dataset. Rollouts are gone through several times; hidden states are computed anew each time, a few
-dozen rollouts at a time, because they are thousands of times larger than the tokens and the policy's forward pass is
-cheap beside the drafter's training.
+The drafter must predict the policy at the rollouts' temperature, so it is trained on the policy's samples instead of a
+dataset. Each epoch recomputes hidden states for a few dozen rollouts at a time: they are thousands of times larger than
+tokens, and the policy's forward pass is cheap compared with training.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ if TYPE_CHECKING:
     from paceline.drafters.checkpoint import Drafter
 
 _LEAST_GAIN = 0.01
-"""Relative gain in accepted length without which a stage of training was idle."""
+"""Relative gain in accepted length below which a stage of training counts as idle."""
 _PATIENCE = 2
-"""Idle stages in a row that end training. A drafter learns in jumps: one of arena:small rested at 4.9 tokens until it
-could add, then reached 6.1 within a stage."""
+"""Consecutive idle stages that end training. Drafters learn in jumps: on arena:small one stayed at 4.9 tokens, then
+reached 6.1 within a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart:
-    """Everything that determines a drafter, next to the policy and the prompts."""
+    """Recipe of a drafter."""
 
     train_tokens: int
-    """Tokens of the first stage, prompts included; a rollout counts each time that it is gone through."""
+    """Tokens of the first stage, prompts included; each pass over a rollout counts."""
     most_tokens: int = 0
-    """Stages of half the size follow while they gain, until this number of tokens; 0 for the first stage alone."""
+    """Limit for further stages of half the size, which follow while they gain; 0 for one stage."""
     rollout_tokens: int
     """Response tokens sampled for training."""
     heldout_tokens: int = 12_000
@@ -81,7 +80,7 @@ class WarmStart:
 
 
 def read_prompts(file: Path, key: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
-    """Return the prompts of a JSONL file, again and again."""
+    """Cycle through the prompts of a JSONL file."""
     rows = read_rows(file, key="--data")
     prompts = [
         prompt_of(row, key, f"{file.name}/{number}", tokenizer, setting="--prompt-key")
@@ -101,13 +100,11 @@ def train_drafter(
     policy: str | None = None,
     data: str = "not stated",
 ) -> Evaluation:
-    """Sample, train a drafter of this kind (`draft.kinds`), evaluate, and write a checkpoint to `out`, which must not
-    exist.
+    """Sample, train a drafter of this kind (drafters/kinds.py), evaluate it, and write a checkpoint to `out`.
 
-    `policy` (the path, where it has no other name) and `data`, which says what the prompts are, are for those who get
-    the drafter."""
+    `policy`, by default the path, and `data`, a description of the prompts, are recorded in its provenance."""
     if out.exists():
-        raise ValueError(f"out: got {out}, which exists; must be new because a checkpoint is never overwritten")
+        raise ValueError(f"out: got {out}, which exists; must not exist because a checkpoint is never overwritten")
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     samples = asyncio.run(_sample(model_path, prompts, recipe, config.max_position_embeddings, context))
     learner = FsdpLearner(
@@ -137,8 +134,7 @@ def train_drafter(
 async def _sample(
     model_path: Path, prompts: Iterator[Prompt], recipe: WarmStart, longest: int, context: Context
 ) -> list[Sample]:
-    """One rollout a prompt at temperature 1, in the order of the prompts: the first to finish would be the short
-    ones."""
+    """Sample one rollout per prompt at temperature 1, in prompt order to avoid a bias towards short rollouts."""
     wanted = recipe.rollout_tokens + recipe.heldout_tokens
     first = list(islice(prompts, recipe.max_num_seqs))
     room = min(longest, max(len(prompt.token_ids) for prompt in first) + recipe.max_tokens + 128)
@@ -177,13 +173,11 @@ def _train(
     recipe: WarmStart,
     context: Context,
 ) -> tuple[Drafter, Evaluation, int]:
-    """Train a drafter; returns it with its evaluation and the number of tokens that it was trained on."""
+    """Return a trained drafter, its evaluation and the number of training tokens."""
     ends = np.cumsum([sample.num_response_tokens for sample in samples])
     num_heldout = int(np.searchsorted(ends, recipe.heldout_tokens)) + 1
     if num_heldout >= len(samples):
-        raise ValueError(
-            f"rollout_tokens: got {recipe.rollout_tokens}; must be more because nothing is left to train on"
-        )
+        raise ValueError(f"rollout_tokens: got {recipe.rollout_tokens}; must be more because all samples are held out")
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     taps = default_taps(config.num_hidden_layers)
     hidden_states = HiddenStateTap(learner, taps)
@@ -228,7 +222,7 @@ def _run(
     rng: np.random.Generator,
     context: Context,
 ) -> None:
-    """Train on `num_tokens` of the samples, in random order, again and again."""
+    """Train on `num_tokens` tokens, cycling through the samples in random order."""
     began_s = time.monotonic()
     num_reports = 0
     share = 0.0

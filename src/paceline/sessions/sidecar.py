@@ -1,14 +1,14 @@
-"""`paceline sidecar`: trains the drafter of a server whose host writes its rollouts and checkpoints to disk.
+"""`paceline sidecar`: train the drafter of a server from rollouts and checkpoints that its host writes to disk.
 
     host ── rollouts, JSON lines ──▶ RolloutFiles ──┐
-    host ── checkpoints ──▶ PolicyStates: hidden states ──▶ DrafterUpdater ── what is better ──▶ vLLM's server
+    host ── checkpoints ──▶ PolicyStates: hidden states ──▶ DrafterUpdater ── better drafter ──▶ vLLM's server
                                                             └── accepted length ◀── counters ──────────┘
 
-Every `period_s` a round: load a newer policy, score new rollouts with it, train, publish what is better, record a line
-of metrics. Scoring and training take `share` of the time. The drafter goes through the shared memory of the machine, so
-server and sidecar must be on one.
+A round runs every `period_s`: load a newer policy, score new rollouts with it, train, publish a better drafter, and
+record metrics. Scoring and training take `share` of the time. Server and sidecar must share a machine, because the
+drafter passes through shared memory.
 
-A server that does not answer is waited for. One that has started again gets the published drafter anew.
+The sidecar waits for a server that does not answer, and pushes the published drafter again after a server's restart.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from paceline.sessions.train import load_tokenizer
 from paceline.types import PacelineError
 
 _PATIENCE_S = 600.0
-"""Seconds for which a server may not answer: it may be loading a large policy."""
+"""Timeout of an unresponsive server, which may be loading a large policy."""
 _LOOK_S = 1.0
-"""Seconds between two looks for a server that does not answer."""
+"""Seconds between retries."""
 _LOGGER = "paceline.integrations"
 
 Answer = TypeVar("Answer")
@@ -49,24 +49,22 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SidecarSettings:
-    """What a sidecar follows, and how."""
-
     server: str
     rollouts: Path
     policies: tuple[Path, ...]
-    """Where the host saves the policy; the newest checkpoint counts."""
+    """Directories of the policy's checkpoints; the newest is used."""
     training: DrafterTrainingConfig
     drafter: Path | None = None
-    """What training starts from; None is the checkpoint that the server has loaded."""
+    """Initial drafter; None is the server's."""
     out: Path | None = None
-    """Gets a copy of every drafter that is published."""
+    """Directory for a copy of the last published drafter."""
     metrics: Path | None = None
-    """Gets a JSON line a round."""
+    """File for one JSON line per round."""
     share: float = 0.5
-    """Share of the time that is spent scoring and training."""
+    """Share of time spent on scoring and training."""
     period_s: float = 10.0
     rounds: int | None = None
-    """None goes on until it is interrupted."""
+    """Number of rounds; None runs until interrupted."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -79,7 +77,7 @@ class SidecarSettings:
         if not _is_this_machine(host):
             raise ValueError(
                 f"--server: got {self.server!r}; must be http://127.0.0.1:PORT or another address of the loopback, "
-                "because the drafter goes through this machine's shared memory: run the sidecar beside the server"
+                "because the drafter passes through shared memory: run the sidecar on the server's machine"
             )
 
 
@@ -92,7 +90,7 @@ def _is_this_machine(host: str | None) -> bool:
 
 
 def run_sidecar(settings: SidecarSettings, context: Context) -> None:
-    """Follow the server for `settings.rounds`, or until it is interrupted; cleans up in any case."""
+    """Run `settings.rounds` rounds, or until interrupted."""
     wire = EngineWire(http_rpc(settings.server))
     served = _answer(wire.drafter, ServerGoneError, context)
     if served.problem is not None:
@@ -102,19 +100,19 @@ def run_sidecar(settings: SidecarSettings, context: Context) -> None:
     updater = DrafterUpdater(wire, drafter, settings.training, draft_length=served.draft_length, loaded=loaded)
     sidecar = _Sidecar(settings, wire, updater, drafter, context)
     try:
-        with _told(context):
+        with _logged(context):
             sidecar.run()
     finally:
         sidecar.close()
 
 
 def _checkpoint(given: Path | None, served: ServedDrafter) -> tuple[Path, bool]:
-    """Return the drafter to start from, and whether the server has loaded it."""
+    """Return the initial drafter, and whether the server has loaded it."""
     named = Path(served.checkpoint)
     if given is None and not named.is_dir():
         raise ValueError(
-            f"--drafter: got none, and the server's is {served.checkpoint!r}, which is no directory here; must be the "
-            f"directory of its checkpoint (`hf download {served.checkpoint}` prints that of one from the hub)"
+            f"--drafter: got none, and the server's is {served.checkpoint!r}, which is not a directory here; must be "
+            f"the directory of its checkpoint (`hf download {served.checkpoint}` prints it for a drafter from the hub)"
         )
     path = given or named
     if (kind := drafter_kind(path, key="--drafter")) != served.kind:
@@ -122,13 +120,13 @@ def _checkpoint(given: Path | None, served: ServedDrafter) -> tuple[Path, bool]:
     return path, path.resolve() == named.resolve()
 
 
-def _answer(ask: Callable[[], Answer], patient_with: type[PacelineError], context: Context) -> Answer:
-    """Ask a server until it answers; what it is not asked again for, and what lasts too long, is raised."""
+def _answer(ask: Callable[[], Answer], retry_on: type[PacelineError], context: Context) -> Answer:
+    """Retry while errors of type `retry_on` occur, up to the timeout."""
     deadline_s, told = time.monotonic() + _PATIENCE_S, False
     while True:
         try:
             return ask()
-        except patient_with as error:
+        except retry_on as error:
             if time.monotonic() > deadline_s:
                 raise
             if not told:
@@ -166,7 +164,7 @@ class _Sidecar:
             self._num_rounds += 1
             self._round(began_s)
             if self._updater.given_up:
-                raise PacelineError("the drafter is not trained any more; the server goes on with the one that it has")
+                raise PacelineError("drafter training has ended after repeated failures; the server keeps its drafter")
             spent_s = time.monotonic() - began_s
             _rest(max(self._settings.period_s, spent_s / self._settings.share) - spent_s, self._context)
 
@@ -180,7 +178,7 @@ class _Sidecar:
         settings, policy = self._settings, self._policy
         budget_s = settings.share * settings.period_s
         self._follow_policy()
-        loaded_s = time.monotonic()  # loading a policy is not for the budget to foresee
+        loaded_s = time.monotonic()  # loading a policy is outside the budget
         samples = [] if self._reader is None else self._files.take(self._reader)
         documents = policy.documents(
             samples, settings.training.buffer, seed=(0, self._num_rounds), until_s=loaded_s + budget_s / 2
@@ -210,7 +208,7 @@ class _Sidecar:
         except Exception as error:
             if not policy.version:
                 raise
-            self._context.report(f"a policy cannot be loaded, so the one before it is used: {error}")
+            self._context.report(f"the newest policy cannot be loaded; using the previous one: {error}")
             return
         if policy.path is None:
             if self._num_rounds == 1:
@@ -248,7 +246,7 @@ class _Sidecar:
             self._recorder.write("step", {**record, "metrics": {**metrics, **self._recorder.counts}})
         if self._files.num_broken > self._num_broken:
             self._num_broken = self._files.num_broken
-            self._context.report(f"{self._num_broken} lines are no rollouts so far; {self._files.problem}")
+            self._context.report(f"{self._num_broken} invalid lines so far; {self._files.problem}")
         if metrics["draft/new_rollouts"] or "draft/training_s" in metrics:
             self._context.report(f"round {self._num_rounds}: {_summary(metrics)}")
 
@@ -260,7 +258,7 @@ _SHOWN = {
     "draft/overlap": "overlap {:.3f}",
     "draft/published_round": "drafter {:.0f}",
 }
-"""What a person sees of a round, where it is known."""
+"""Metrics in the progress line of a round."""
 
 
 def _summary(metrics: Mapping[str, float]) -> str:
@@ -270,8 +268,8 @@ def _summary(metrics: Mapping[str, float]) -> str:
     return ", ".join(shown)
 
 
-class _Teller(logging.Handler):
-    """Shows a person what drafter training logs."""
+class _LogHandler(logging.Handler):
+    """Forward log records of drafter training to the context."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(logging.INFO)
@@ -283,13 +281,13 @@ class _Teller(logging.Handler):
 
 
 @contextmanager
-def _told(context: Context) -> Iterator[None]:
-    logger, teller = logging.getLogger(_LOGGER), _Teller(context)
+def _logged(context: Context) -> Iterator[None]:
+    logger, handler = logging.getLogger(_LOGGER), _LogHandler(context)
     level = logger.level
-    logger.addHandler(teller)
+    logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        logger.removeHandler(teller)
+        logger.removeHandler(handler)
         logger.setLevel(level)

@@ -1,10 +1,10 @@
-"""What a step of an engine costs and how much of its drafts is accepted, on the user's machine, model and prompts.
+"""Step times and acceptance of an engine on the user's machine, model and prompts.
 
     engine with the drafter ──▶ a few steps at every batch size and draft length, in mixed order, pass after pass
         ──▶ which draft lengths pay at which batch ──▶ cost file, CUDA graphs, settings for `vllm serve`
 
-The cost file is the selector's prior: with it a run drafts well from its first step on. It names what it was measured
-on, and a run under other conditions refuses it.
+The cost file is the selector's prior, so that a run selects well from its first step. It records its conditions, and a
+run under other conditions refuses it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from paceline.types import RolloutRequest
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (0, 1, 2, 3, 5, 7)
 _STEPS = 14
-"""Steps of one visit to a cell, the first, with prompts, included."""
+"""Steps per visit to a cell, including the first one with prefill."""
 _LEARNED = {"eagle3": EagleDrafter, "dflash": ParallelDrafter}
 
 
@@ -90,26 +90,25 @@ def visit_cells(
     batches: Sequence[int] = BATCHES,
     lengths: Sequence[int] = LENGTHS,
 ) -> None:
-    """Pass `number` over every batch size and draft length, in an order of its own; what was seen is added to
-    `cells`."""
+    """Visit every batch size and draft length in the order of pass `number`, and add the steps to `cells`."""
     order = [(batch, k) for batch in batches for k in lengths]
     random.Random(number).shuffle(order)  # noqa: S311
     for batch, k in order:
-        # As many tokens as the steps can emit at the most, so that nobody leaves the batch before they are over.
+        # The largest number of tokens that the steps can emit, so that the batch stays full.
         work = [replace(request, max_tokens=_STEPS * (k + 1)) for request in requests[:batch]]
         visit = engine.run(Order(requests=work, selector=FixedSelector(draft_length=k), name=f"k={k}", to_the_end=True))
         cells[batch, k] += [step for step in visit.steps[1:_STEPS] if step.verified == k and step.num_requests == batch]
 
 
 def room(max_draft_length: int) -> int:
-    """Return the tokens that a visit may add to a prompt."""
+    """Return the maximum number of tokens that a visit adds to a prompt."""
     return _STEPS * (max_draft_length + 1)
 
 
 def serve_command(
     model_path: Path, speculation: SpeculationConfig, config: EngineConfig, costs_file: Path, *, graphs: bool
 ) -> str:
-    """Return the command that serves the model as it was measured, from any directory; with `graphs`, for a GPU."""
+    """Return the command that serves the model with the measured settings. `graphs` adds CUDA graphs."""
     plan = graph_plan(speculation, config) if graphs else None
     measured = speculation.model_copy(update={"selector": MeasuredSelector(costs=costs_file)})
     options = {
