@@ -89,4 +89,4 @@ def _acceptance_panel(accepted: Mapping[str, Sequence[float]]) -> Panel:
     for (arm, shares), color in zip(accepted.items(), (BLUE, RED), strict=True):
         axes.plot(range(1, len(shares) + 1), shares, "o-", color=color, markersize=4, label=arm)
     axes.set(xlabel="position in the draft", ylabel="share accepted", ylim=(0, 1))
-    return panel(figure, "Acceptance by draft position", "Of drafts accepted up to the position before.")
+    return panel(figure, "Acceptance by draft position", "Share of drafts accepted up to the position before.")

@@ -1,1 +1,1 @@
-"""Whether speculation is lossless, shown on the user's own engine."""
+"""Verify losslessness of speculation on the user's engine."""

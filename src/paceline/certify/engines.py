@@ -3,12 +3,11 @@
     sampler       the rejection sampler of the engine, on known distributions      chi-square at every position
     engines       the user's engine with speculation and without, same prompts     exact two-sample test
     greedy        the same two in FP32 at temperature 0                            equal tokens
-    learner       what the FP32 engine sampled, scored by the learner              log-probabilities by class, surprise
+    learner       samples of the FP32 engine, scored by the learner                log-probabilities by class, surprise
 
-vLLM has two model runners, each with a sampler of its own: V2 on GPUs, V1 on CPUs and for what V2 lacks. The sampler
-tested is that of the runner which vLLM will use for the user's engine. The tests are in lossless.py; here the engines
-are started, one after another, and their words collected. With a planted fault only the parts run that it is planted
-in."""
+vLLM has two model runners with different samplers: V2 on GPUs, V1 on CPUs and for features that V2 lacks. Certify tests
+the sampler of the runner that vLLM uses for the user's engine. The tests are in lossless.py; this module starts the
+engines in turn and collects their samples. A planted fault runs only the parts that it affects."""
 
 from __future__ import annotations
 
@@ -62,8 +61,9 @@ def certify(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> Result:
-    """All parts, or with a planted `fault` (`faults.SAMPLER_FAULTS`, `faults.LOGP_FAULT`) the part that it is
-    planted in. `engine_fault` plants the same fault inside the engines that speculate, so all parts run."""
+    """Run all parts, or the part with the planted `fault` (`faults.SAMPLER_FAULTS`, `faults.LOGP_FAULT`).
+
+    `engine_fault` plants the same fault inside the engines that speculate, so all parts run."""
     effort = effort or Effort()
     if fault is not None and fault not in (*get_args(SamplerFault), LOGP_FAULT):
         raise ValueError(f"fault: got {fault!r}; must be one of {', '.join((*get_args(SamplerFault), LOGP_FAULT))}")
@@ -134,7 +134,7 @@ def _sampler_part(
             seed=subject.seed,
         ):
             if not cells or (cells[-1].drafts, cells[-1].draft_length) != (cell.drafts, cell.draft_length):
-                # The tests of one kind and length come together, after the draws that they share.
+                # Tests of one kind and length share their draws.
                 share = (len(cells) + num_cells((cell.drafts,), (cell.draft_length,))) / expected
                 left = time_left((time.monotonic() - began_s) * (1 / share - 1))
                 context.progress(f"sampler: {cell.drafts} drafts of length {cell.draft_length}, {left}")
@@ -161,7 +161,7 @@ def _sampler_part(
 
 
 def _engine_part(found: Findings, subject: Subject, effort: Effort, context: Context) -> None:
-    """The user's engine against itself without speculation."""
+    """Compare the user's engine with itself without speculation."""
     prompts = subject.prompts[: effort.num_prompts]
     tokens = min(effort.tokens, subject.config.rollout.max_tokens)
     requests = [

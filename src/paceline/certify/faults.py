@@ -1,4 +1,4 @@
-"""Faults planted around a sampler on purpose: certify must find each of them."""
+"""Planted faults around a sampler. Certify must detect each fault."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SAMPLER_FAULTS: dict[SamplerFault, str] = {
     "residual": "the token after a rejection is drawn from p instead of the residual max(p - q, 0)",
     "temperature": "the temperature of each request is forgotten",
     "stale": "draft probabilities of another position are used",
-    "accept": "2 % of the rejected draft tokens are accepted all the same",
+    "accept": "2 % of the rejected draft tokens are accepted nevertheless",
 }
 LOGP_FAULT = "logp-shift"
 
-# Dimensions are those of lossless.py; R is rows with a rejected draft.
+# Dimensions as in lossless.py; R is rows with a rejected draft.
 
 
 def plant(sampler: Sampler, fault: SamplerFault) -> Sampler:
-    """The same sampler with a fault in front of it or behind it."""
+    """Return the sampler with a fault in its input or output."""
 
     def faulty(step: Verification) -> torch.Tensor:
         match fault:
@@ -50,7 +50,7 @@ def plant(sampler: Sampler, fault: SamplerFault) -> Sampler:
 
 
 def _recovered(ids_BL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a rejected draft was replaced: the last token of every row that did not come to its bonus token."""
+    """Return the positions of recovered tokens: the last token of every row without a bonus token."""
     emitted_B = (ids_BL >= 0).sum(1)
     row_R = (emitted_B < ids_BL.shape[1]).nonzero().squeeze(1)
     return row_R, emitted_B[row_R] - 1

@@ -25,7 +25,7 @@ _GREEDY = 1_000_000
 
 
 def learner_part(found: Findings, subject: Subject, effort: Effort, context: Context, *, shift_logp: bool) -> None:
-    # Also without FP8, whose gap to the learner is not speculation's: the two engines above have it, both alike.
+    # Without FP8 too: its gap to the learner is equal in the two engines above, and not caused by speculation.
     config = subject.config.rollout.engine.in_full_precision.model_copy(update={"dtype": "float32"})
     temperature = subject.config.rollout.temperature
     tokens = min(effort.long_tokens, subject.config.rollout.max_tokens)
@@ -48,7 +48,7 @@ def learner_part(found: Findings, subject: Subject, effort: Effort, context: Con
     if not shift_logp:
         context.progress(f"fp32: {len(greedy)} greedy rollouts without speculation")
         plain, _ = asyncio.run(generate(subject, config, greedy, speculate=False, seed=2 * subject.seed + 3))
-    # Only now: one GPU may have no room for an engine and the learner at a time.
+    # After the engine: one GPU may not have room for both.
     learner = FsdpLearner(
         subject.model_path,
         LearnerConfig(dtype="float32", microbatch_tokens=4096),
@@ -75,7 +75,7 @@ def _score(
     scores = learner.logp([_sample(rollout) for rollout in rollouts])
     gaps: dict[TokenClass, Mismatch] = dict.fromkeys(CLASSES, Mismatch())
     for rollout, logp_T in zip(rollouts, scores.logp, strict=True):
-        # A broken sampler reports NaN, which compares as no gap at all.
+        # A broken sampler reports NaN, which would compare as no gap.
         engine_logp_T = np.nan_to_num(rollout.logp, nan=_NOT_A_LOGP, neginf=_NOT_A_LOGP)
         if shift_logp:
             engine_logp_T = np.roll(engine_logp_T, 1)
@@ -96,8 +96,8 @@ def _score(
 def _greedy(
     found: Findings, learner: FsdpLearner, spoken: Sequence[Rollout], plain: Sequence[Rollout], temperature: float
 ) -> None:
-    """Where greedy rollouts part, the learner must see a tie between the two tokens: then rounding decides, not
-    speculation."""
+    """Count differences of greedy rollouts at which the learner sees no tie. At a tie, rounding decides between the
+    tokens, not speculation."""
     partings: list[dict[str, Any]] = []
     for mine, theirs in zip(spoken, plain, strict=True):
         position = first_difference(mine.token_ids, theirs.token_ids)
@@ -115,7 +115,7 @@ def _greedy(
 
 
 def _sample(rollout: Rollout, num_tokens: int | None = None) -> Sample:
-    """For scoring only: the learner takes no NaN, so it is not given the engine's log-probabilities."""
+    """Return rollouts for scoring, without the engine's log-probabilities: the learner accepts no NaN."""
     ids_T = rollout.token_ids[:num_tokens]
     return Sample(
         token_ids=np.concatenate([rollout.prompt_ids, ids_T]),
@@ -126,7 +126,7 @@ def _sample(rollout: Rollout, num_tokens: int | None = None) -> Sample:
 
 
 def first_difference(mine_T: Tokens, theirs_T: Tokens) -> int | None:
-    """First position at which two rollouts differ; None when they are the same."""
+    """Return the first position at which two rollouts differ, or None."""
     common = min(len(mine_T), len(theirs_T))
     differ = np.flatnonzero(mine_T[:common] != theirs_T[:common])
     if len(differ):

@@ -1,9 +1,8 @@
-"""`paceline certify logp`: do the engine's log-probabilities mean what the learner takes them for?
+"""`paceline certify logp`: compare the engine's log-probabilities with the learner's.
 
 The engine samples; the learner scores the same tokens. In FP32 the two must agree to rounding; in BF16 (the engine's
 weights and arithmetic, against a learner with FP32 master weights) the k3 estimate of KL(engine || learner) must be
-small. Beside each stands what the learner differs from itself when the same samples are batched otherwise: no
-comparison can be better than that floor."""
+small. The floor of each comparison is the learner's difference from itself with the samples in other batches."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ def certify(
     min_tokens: int = 2000,
     seed: int = 0,
 ) -> Result:
-    """The config's engine in both precisions; at least `min_tokens` sampled tokens each. FP8 is an option of the BF16
-    engine only."""
+    """Compare the config's engine in both precisions, with at least `min_tokens` sampled tokens each. FP8 applies to
+    the BF16 engine only."""
     temperature = config.temperature
     figures: dict[str, float] = {}
     details: dict[str, object] = {"model": model_path.name, "temperature": temperature}
@@ -48,7 +47,7 @@ def certify(
         rollouts = asyncio.run(_sample(model_path, prompts, arm, min_tokens, seed))
         samples = [Sample.of(rollout, 0.0) for rollout in rollouts]
         context.progress(f"{short}: scoring {sum(len(r.token_ids) for r in rollouts)} tokens with the learner")
-        # The engine is compared with the learner as a run has it: FP32. The floor is the learner's in the engine's
+        # As in a run, the learner is in FP32. The floor is measured with the learner in the engine's
         # precision.
         scores = _score(model_path, samples, "float32", 4096, temperature)
         floor = _floor(model_path, samples, dtype, temperature)
@@ -73,7 +72,7 @@ async def _sample(
     min_tokens: int,
     seed: int,
 ) -> list[Rollout]:
-    """Sample prompt after prompt, a few at a time, until there are enough tokens."""
+    """Sample a few prompts at a time until there are enough tokens."""
     cpus = sorted(os.sched_getaffinity(0))
     engine = await VllmEngine.start("certify", model_path, config.engine, seed=seed, cpus=cpus)
     try:
@@ -111,7 +110,7 @@ def _score(
 
 
 def _floor(model_path: Path, samples: Sequence[Sample], dtype: Dtype, temperature: float) -> Mismatch:
-    """The learner against itself: many samples in a pass, and one sample in a pass."""
+    """Compare the learner with itself: many samples per pass, and one sample per pass."""
     together = _score(model_path, samples, dtype, 8192, temperature)
     alone = _score(model_path, samples, dtype, 1, temperature)
     return _mismatch(together, alone)

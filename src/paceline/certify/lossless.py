@@ -1,25 +1,24 @@
 """Tests of whether speculation leaves the distribution unchanged, and a reference sampler.
 
 Speculative sampling (Leviathan et al. 2022, arXiv 2211.17192) draws x from the drafter's q and keeps it with
-probability min(1, p(x) / q(x)); otherwise it draws from the residual max(p - q, 0), normalised by its sum, which is the
-probability of that:
+probability min(1, p(x) / q(x)). Otherwise, with probability sum(max(p - q, 0)), it draws from the normalized residual
+max(p - q, 0):
 
     P(x) = q(x) min(1, p(x) / q(x)) + max(p(x) - q(x), 0) = min(q(x), p(x)) + max(p(x) - q(x), 0) = p(x)
 
-Either way the token has the policy's distribution p. "Lossless" is a statement about distributions, and it is tested as
-one:
+The token always has the policy's distribution p. "Lossless" is a statement about distributions, and is tested as such:
 
-* `examine` gives a sampler a known p and q. Token j of its output, among the rows that came so far, must have the
-  distribution p_j, and so must the bonus token. Pearson's chi-square, rare tokens merged, may not exceed df + 10 sqrt(2
-  df), ten standard deviations, so that no number of tests makes a false alarm likely. Requests of different temperature
-  share a batch: a misplaced one shows.
-* `two_sample` compares what two engines said to the same prompts. Its p-value is exact by construction: under the null
-  hypothesis the labels "with" and "without" are exchangeable within a prompt, so the statistic is compared with itself
-  under shuffled labels. Nothing is assumed about its distribution (counts along a sequence depend on one another: the
-  usual chi-square would not hold).
+* `examine` gives a sampler a known p and q. Token j of its output, among the rows that reached it, must have the
+  distribution p_j, like the bonus token. Pearson's chi-square, rare tokens merged, may not exceed df + 10 sqrt(2 df),
+  ten standard deviations, so that false alarms are unlikely in any number of tests. Requests with different
+  temperatures share a batch, which reveals misplaced rows.
+* `two_sample` compares two engines on the same prompts. Its p-value is exact by construction: under the null
+  hypothesis the labels "with" and "without" are exchangeable within a prompt, so the statistic is compared with its
+  values under shuffled labels. This assumes nothing about its distribution; counts along a sequence are dependent, so
+  the usual chi-square would be invalid.
 * `surprise` compares one engine with the learner's exact distribution: -log p(token) - entropy has mean 0 at every
-  position, whatever came before, so its sum is a martingale and its z-score standard normal. It sees a wrong
-  temperature with few samples.
+  position given the prefix, so its sum is a martingale and its z-score standard normal. It detects a wrong temperature
+  with few samples.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ DEVIATIONS = 10.0
 """Limit of a chi-square, in its standard deviations above its mean."""
 SURPRISE_LIMIT = 5.0
 FALSE_POSITIVE_RATE = 1e-3
-"""False-positive rate of the two-sample test, which raises a false alarm far more easily than the other tests."""
+"""False-positive rate of the two-sample test, by far the highest among the tests."""
 
 KINDS: tuple[Drafts, ...] = ("one-hot", "model-like", "adversarial")
 LENGTHS = (1, 3, 5)
 VOCABULARY = 1024
 _TEMPERATURES = (0.6, 1.0)
 _SURE = 3.09
-"""Standard deviations below which a normal variable falls with probability 0.001."""
+"""Quantile 0.001 of the standard normal distribution, negated."""
 _FEWEST_EXPECTED = 20.0
 _FEWEST_DEGREES = 3  # with fewer, a chi-square is so skewed that ten deviations are not rare enough
 _CHUNK = 500
@@ -62,7 +61,7 @@ _CHUNK = 500
 
 
 def reference_sample(step: Verification) -> torch.Tensor:
-    """Speculative sampling row by row, as slow as it is plain: the oracle beside vLLM's sampler."""
+    """Sample speculatively, row by row: a slow, readable oracle for vLLM's sampler."""
     num_rows, num_drafts = step.draft_ids_BK.shape
     out_BL = torch.full((num_rows, num_drafts + 1), -1)
     for row in range(num_rows):
@@ -86,14 +85,14 @@ def reference_sample(step: Verification) -> torch.Tensor:
 
 
 def reference_draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft tokens and what they were drawn from."""
+    """Draft tokens and their distributions."""
     probs_BKV = (logits_BKV.float() / temperature_B[:, None, None]).softmax(-1)
     return probs_BKV.flatten(0, 1).multinomial(1).view(probs_BKV.shape[:2]), probs_BKV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerCell:
-    """One chi-square: the tokens that a sampler put at one position."""
+    """One chi-square: a sampler's tokens at one position."""
 
     drafts: Drafts
     draft_length: int
@@ -105,16 +104,16 @@ class SamplerCell:
 
     @property
     def excess(self) -> float:
-        """Standard deviations above what is expected."""
+        """Return standard deviations above the mean."""
         return (self.statistic - self.degrees) / np.sqrt(2.0 * self.degrees)
 
     @property
     def effect_found(self) -> float:
-        """The smallest effect that exceeds the limit with probability 0.999: Cohen's w, the square root of the sum of
-        (p' - p)^2 / p over tokens.
+        """Return the smallest effect that exceeds the limit with probability 0.999: Cohen's w, the square root of the
+        sum of (p' - p)^2 / p over tokens.
 
-        An effect w shifts the statistic's mean by n w^2 and makes its variance 2 df + 4 n w^2; the shift is that whose
-        normal approximation falls short of the limit with probability 0.001.
+        An effect w shifts the statistic's mean by n w^2 and makes its variance 2 df + 4 n w^2; at the returned
+        shift, the normal approximation is below the limit with probability 0.001.
         """
         limit = DEVIATIONS * np.sqrt(2.0 * self.degrees)
         shift = limit + 2 * _SURE**2 + _SURE * np.sqrt(4 * limit + 2 * self.degrees + 4 * _SURE**2)
@@ -122,7 +121,7 @@ class SamplerCell:
 
 
 def num_cells(kinds: Sequence[Drafts], lengths: Sequence[int]) -> int:
-    """Chi-squares of `examine` when every position is reached often enough."""
+    """Return the number of `examine`'s chi-squares if every position is reached often enough."""
     return len(kinds) * len(_TEMPERATURES) * sum(length + 1 for length in lengths)
 
 
@@ -136,10 +135,10 @@ def examine(
     kinds: Sequence[Drafts] = KINDS,
     lengths: Sequence[int] = LENGTHS,
 ) -> Iterator[SamplerCell]:
-    """Chi-square of the sampler at every position of every case; `num_rows` verifications for each case and
+    """Return the sampler's chi-square at every position of every case, with `num_rows` verifications per case and
     temperature.
 
-    A position that too few rows come to is left out.
+    Positions that too few rows reach are left out.
     """
     num_calls = -(-num_rows // _CHUNK)
     rows = -(-num_rows // num_calls)
@@ -178,17 +177,16 @@ def examine(
 def _distributions(
     drafts: Drafts, length: int, vocabulary: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities, but for a constant, of the policy and of the drafter: Zipf's law, shuffled at each position.
+    """Return unnormalized log-probabilities of policy and drafter: Zipf's law, shuffled at each position.
 
-    An adversarial drafter puts a third of its mass on a token that the policy seldom says and none on the one that it
-    says most."""
+    An adversarial drafter puts a third of its mass on a rare token of the policy, and none on the most likely one."""
     rank_LV = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(length + 1)])
     rank_KV = rank_LV[:-1]
     target_LV = -0.8 * (rank_LV + 1.0).log()
     match drafts:
         case "one-hot":
             others = (1.0 / torch.arange(2, vocabulary + 1)).sum()
-            # The drafted token has two thirds: likely enough that the later positions are reached.
+            # The drafted token has two thirds of the mass, so that later positions are reached.
             target_LV = torch.where(rank_LV == 0, (2 * others).log(), -(rank_LV + 1.0).log())
             draft_KV = target_LV[:-1]
         case "model-like":
@@ -203,10 +201,9 @@ def _distributions(
 def _step(
     drafts: Drafts, target_LV: torch.Tensor, draft_KV: torch.Tensor, temperature_B: torch.Tensor, drafter: Drafter
 ) -> Verification:
-    """Logits are multiplied by the temperature that they will be divided by: in the end every row has the same
-    distribution.
+    """Multiply logits by the temperature that the sampler divides by, so that every row has the same distribution.
 
-    The drafter's are in bfloat16, as drafters compute.
+    The drafter's logits are in bfloat16, as in an engine.
     """
     scale_B = temperature_B[:, None, None]
     if drafts == "one-hot":
@@ -219,7 +216,7 @@ def _step(
 
 
 def chi_square(counts_V: Counts, p_V: Doubles) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom; tokens expected fewer than 20 times count as one."""
+    """Return Pearson's statistic and its degrees of freedom; tokens expected fewer than 20 times are merged."""
     if not counts_V.any():
         return 0.0, 0
     expected_V = p_V * counts_V.sum()
@@ -227,7 +224,7 @@ def chi_square(counts_V: Counts, p_V: Doubles) -> tuple[float, int]:
     expected_V, observed_V = expected_V[order_V], counts_V[order_V].astype(np.float64)
     common = max(1, int((expected_V >= _FEWEST_EXPECTED).sum()))
     while common > 1 and expected_V[common:].sum() < _FEWEST_EXPECTED:
-        common -= 1  # what is merged must itself be expected often enough
+        common -= 1  # the merged token must be expected often enough too
     expected = np.append(expected_V[:common], expected_V[common:].sum())
     observed = np.append(observed_V[:common], observed_V[common:].sum())
     return float(((observed - expected) ** 2 / expected).sum()), common
@@ -235,13 +232,13 @@ def chi_square(counts_V: Counts, p_V: Doubles) -> tuple[float, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoSample:
-    """Two engines, the same prompts."""
+    """Comparison of two engines on the same prompts."""
 
     p_value: float
     total_variation: float
-    """Mean over prompts and positions of half the sum of differences in token frequency."""
+    """Mean over prompts and positions of half the sum of absolute differences in token frequency."""
     noise: float
-    """The same between two random halves of all samples: what it is when there is no difference."""
+    """The same between two random halves of all samples: its value without a difference."""
     noise_999: float
     """Exceeded by 0.1 % of such halves."""
     num_samples: int
@@ -251,11 +248,12 @@ class TwoSample:
 def two_sample(
     first: Sequence[Tokens], second: Sequence[Tokens], *, num_shuffles: int = 9_999, seed: int = 0
 ) -> TwoSample:
-    """Exact permutation test over prompts; `first[i]` and `second[i]` are ids_NT said to prompt i, -1 after the end.
+    """Run an exact permutation test over prompts; `first[i]` and `second[i]` are ids_NT sampled for prompt i, -1 after
+    the end.
 
-    Three things are counted: tokens by position, prefixes, and pairs of neighbours wherever they stand. Each gives a
-    sum of (difference of frequency)^2 / frequency; the statistic is the largest of the three in deviations of its own
-    shuffles, so that a difference in dependence is not drowned in the noise of the other counts."""
+    Three counts are compared: tokens by position, prefixes, and pairs of neighbors at any position. Each gives a sum of
+    (difference of frequency)^2 / frequency; the statistic is the largest of the three in standard deviations of its own
+    shuffles, so that the noise of the other counts does not hide a difference in dependence."""
     rng = np.random.default_rng(seed)
     sum_GM = np.zeros((len(_EVENTS), num_shuffles + 1))
     variation_M = np.zeros(num_shuffles + 1)
@@ -270,7 +268,7 @@ def two_sample(
             end = min(begin + 1000, num_shuffles + 1)
             is_mine_MN = rng.random((end - begin, num)).argsort(1) < num_mine
             if begin == 0:
-                is_mine_MN[0] = np.arange(num) < num_mine  # the labels as they are
+                is_mine_MN[0] = np.arange(num) < num_mine  # the actual labels
             weight_MN = np.where(is_mine_MN, 1 / num_mine, -1 / (num - num_mine)).astype(np.float32)
             for sum_M, form_NN in zip(sum_GM, form_GNN, strict=True):
                 sum_M[begin:end] += ((weight_MN @ form_NN) * weight_MN).sum(1)
@@ -278,7 +276,7 @@ def two_sample(
     variation_M /= len(first)
     scale_G1 = np.maximum(sum_GM.std(1, keepdims=True), 1e-12)
     statistic_M = ((sum_GM - sum_GM.mean(1, keepdims=True)) / scale_G1).max(0)
-    # Rounding must not make the labels as they are look rarer than an equal shuffle.
+    # Rounding must not make the actual labels look rarer than an equal shuffle.
     at_least = int((statistic_M[1:] >= statistic_M[0] - 1e-4).sum())
     return TwoSample(
         p_value=(1 + at_least) / (1 + num_shuffles),
@@ -295,13 +293,12 @@ def _one_hot(index_N: npt.NDArray[np.int64]) -> Floats:
 
 
 def _tokens(ids_NT: Tokens) -> Floats:
-    """A column for each token at each position: 1 where a sample has it."""
+    """Return a column per token and position: 1 for samples that have it."""
     return np.concatenate([_one_hot(np.unique(token_N, return_inverse=True)[1]) for token_N in ids_NT.T], axis=1)
 
 
 def _prefixes(ids_NT: Tokens) -> Floats:
-    """A column for each prefix that more than one sample has: no labels can make one sample's own prefix differ more or
-    less."""
+    """Return a column per prefix of more than one sample: a unique prefix contributes equally under all labels."""
     columns: list[Floats] = []
     prefix_N = np.zeros(len(ids_NT), np.int64)
     for token_N in ids_NT.T:
@@ -314,7 +311,7 @@ def _prefixes(ids_NT: Tokens) -> Floats:
 
 
 def _pairs(ids_NT: Tokens) -> Floats:
-    """A column for each pair of neighbours: how often a sample has it, wherever it stands."""
+    """Return a column per pair of neighbors: its count in each sample."""
     base = int(ids_NT.max()) + 2
     pair_NT = (ids_NT[:, :-1].astype(np.int64) + 1) * base + ids_NT[:, 1:] + 1
     if not pair_NT.size:
@@ -329,8 +326,8 @@ _EVENTS = (_tokens, _prefixes, _pairs)
 
 
 def surprise(logp: Sequence[Floats], entropy: Sequence[Floats]) -> float:
-    """z-score of sampled tokens against a distribution known exactly: its log-probabilities and entropies, a row per
-    sample."""
+    """Return the z-score of sampled tokens against an exactly known distribution: its log-probabilities and entropies,
+    one row per sample."""
     logp_N, entropy_N = np.concatenate(logp).astype(np.float64), np.concatenate(entropy).astype(np.float64)
     gap_N = -logp_N - entropy_N
     scale = np.sqrt((gap_N**2).sum())
@@ -342,10 +339,10 @@ CLASSES: tuple[TokenClass, ...] = ("plain", "accepted", "recovered", "bonus")
 
 
 def token_classes(steps: Sequence[tuple[int, int]], num_tokens: int) -> list[TokenClass]:
-    """How each token of a rollout came about, from (draft tokens, emitted tokens) of each of its engine steps in order.
+    """Classify each token of a rollout from the (draft tokens, emitted tokens) of its engine steps in order.
 
     All emitted tokens but the last are accepted drafts; the last is the bonus token if every draft was accepted, else
-    recovered. An end-of-sequence token among accepted drafts cuts the rollout short of what was emitted."""
+    recovered. An end-of-sequence token among accepted drafts ends the rollout before the last emitted token."""
     classes: list[TokenClass] = []
     for num_drafts, num_emitted in steps:
         if num_emitted == 0:
@@ -367,8 +364,8 @@ VERDICT_NUMBER: dict[Verdict, int] = {"LOSSLESS": 1, "NOT LOSSLESS": 0, "INCONCL
 
 
 def verdict(*, failed: Sequence[str], missing: Sequence[str]) -> Verdict:
-    """A test that failed decides. Tests that were passed by an engine that hardly drafted, or not run at all, say
-    nothing."""
+    """Return the verdict. A failed test decides; passed tests of an engine that hardly drafted, and tests that did not
+    run, prove nothing."""
     if failed:
         return "NOT LOSSLESS"
     return "INCONCLUSIVE" if missing else "LOSSLESS"

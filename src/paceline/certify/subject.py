@@ -1,4 +1,4 @@
-"""What `paceline certify` is asked about, how much it samples, what it finds, and the engines it samples from."""
+"""Subject, effort, findings and engines of `paceline certify`."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from paceline.types import PacelineError, Prompt, Rollout, RolloutId, RolloutReq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is sampled; the default takes under five minutes on two cores with the arena's small policy."""
+    """Numbers of samples; the default takes under five minutes on two cores with the arena's small policy."""
 
     sampler_rows: int = 20_000
-    """Verifications for each case and temperature."""
+    """Verifications per case and temperature."""
     kinds: tuple[Drafts, ...] = KINDS
     lengths: tuple[int, ...] = LENGTHS
     vocabulary: int = VOCABULARY
-    """Drafts, their lengths, and number of tokens of the sampler's cases."""
+    """Kind of draft, its lengths, and vocabulary of the sampler's cases."""
     num_prompts: int = 12
     samples_per_prompt: int = 192
     tokens: int = 32
-    """Length up to which two engines are compared."""
+    """Length of the comparison of two engines."""
     long_rollouts: int = 48
     long_tokens: int = 128
-    """Greedy rollouts and those that the learner scores."""
+    """Greedy rollouts, and rollouts that the learner scores."""
     max_seconds: float = 300.0
-    """How long all of it should take."""
+    """Limit of the whole duration."""
     conclusive: bool = True
-    """Whether it is enough for the verdict LOSSLESS."""
+    """True if it suffices for the verdict LOSSLESS."""
 
 
 QUICK = Effort(
@@ -54,7 +54,7 @@ QUICK = Effort(
     long_tokens=64,
     conclusive=False,
 )
-"""Enough to see that everything runs."""
+"""Enough to run every part."""
 INTERPRETED = Effort(
     sampler_rows=680,
     kinds=("one-hot", "adversarial"),
@@ -87,13 +87,13 @@ class EngineFault(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """What the parts have found so far."""
+    """Findings of the parts so far."""
 
     figures: dict[str, float] = field(default_factory=dict)
     goals: dict[str, Goal] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    """Why the verdict cannot be LOSSLESS even if every test is passed."""
+    """Reasons against the verdict LOSSLESS even if every test passes."""
     notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, value: float, goal: Goal | None = None) -> None:
@@ -104,7 +104,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Whose losslessness is in question."""
+    """Subject of the certificate."""
 
     model_path: Path
     prompts: Sequence[Prompt]
@@ -112,7 +112,7 @@ class Subject:
     without_shim: bool
     seed: int
     runner: Runner
-    """vLLM's model runner, whose sampler the engine uses."""
+    """vLLM's model runner in the engine."""
     engine_fault: EngineFault | None = None
     """Planted in engines that speculate."""
 
@@ -128,7 +128,7 @@ class Subject:
 async def generate(
     subject: Subject, config: EngineConfig, requests: Sequence[RolloutRequest], *, speculate: bool, seed: int
 ) -> tuple[list[Rollout], dict[RolloutId, list[tuple[int, int]]]]:
-    """Rollouts in order of their key; and of each, drafts and emitted tokens step by step."""
+    """Rollouts in order of their key, each with drafted and emitted tokens per step."""
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory, "steps.jsonl")
 
@@ -153,7 +153,7 @@ async def generate(
                 if subject.engine_fault is not None:
                     await subject.engine_fault.plant(engine)
             rollouts: list[Rollout] = []
-            # Greedy requests come last: a drafter that learns from rollouts then has something to say about them.
+            # Greedy requests come last, so that a drafter that learns from rollouts has drafts for them.
             for part in ([r for r in requests if r.temperature], [r for r in requests if not r.temperature]):
                 rollouts += await generate_all(engine, part)
         finally:
@@ -163,7 +163,7 @@ async def generate(
 
 
 async def _check_runner(subject: Subject, engine: VllmEngine) -> None:
-    """Refuse an engine whose sampler is not the one that is tested by itself."""
+    """Refuse an engine with another sampler than the one tested separately."""
     for worker in await engine.rpc("paceline_sampler"):
         if worker["runner"] != subject.runner:
             raise PacelineError(
@@ -176,12 +176,12 @@ def _speculation(subject: Subject, config: EngineConfig) -> SpeculationConfig:
     speculation = subject.speculation
     if config.dtype == "bfloat16" or not isinstance(speculation.drafter, LearnedDrafter):
         return speculation
-    drafter = speculation.drafter.model_copy(update={"weights": "full"})  # vLLM quantises from BF16 only
+    drafter = speculation.drafter.model_copy(update={"weights": "full"})  # vLLM quantizes from BF16 only
     return speculation.model_copy(update={"drafter": drafter})
 
 
 def read_trace(trace: Path) -> dict[RolloutId, list[tuple[int, int]]]:
-    """(draft tokens, emitted tokens) of each step of each rollout, from the scheduler's trace."""
+    """Return (draft tokens, emitted tokens) of each step of each rollout, from the scheduler's trace."""
     steps: dict[RolloutId, list[tuple[int, int]]] = defaultdict(list)
     for _, record in read_jsonl(trace, strict=True):
         for request_id, num_drafts, num_emitted in record["requests"]:

@@ -1,1 +1,1 @@
-"""What a run would gain on given hardware: the simulator and the planner."""
+"""Predict the gain of a run on given hardware: simulator and planner."""

@@ -1,17 +1,17 @@
-"""How long an engine's step takes: from hardware and model by a roofline, or from a cost file that was measured.
+"""Step time of an engine: a roofline from hardware and model, or a measured cost file.
 
     step = linear + attention + layers + host + sampling + communication + drafting
 
     linear         a smooth maximum of reading the weights and of multiplying n tokens with them
     attention      reading the KV cache of every request, and the products with it
-    layers         latency of a layer's kernels that no batch hides: small inside a captured graph, large outside of one
+    layers         latency of a layer's kernels at any batch: small inside a captured graph, large outside
     host           scheduling, for every request
     sampling       passes over the logits of every token, in FP32, by one GPU
     communication  two all-reduces a layer under tensor parallelism
     drafting       passes of the drafter (one after another for EAGLE, one for DFlash), or the host's search for n-grams
 
-A draft of length k makes n = requests x (k + 1) tokens to verify. What the formulas do not know is in `Constants`,
-which are few, have names, and are fitted on one half of the published figures (`python -m benchmarks plan --fit`).
+A draft of length k makes n = requests x (k + 1) tokens to verify. Unknowns of the formulas are in `Constants`, fitted
+on one half of the published figures (`python -m benchmarks plan --fit`).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from paceline.plan.hardware import BYTES, Gpu, ModelShape, Precision
 from paceline.selector.cost_file import CostPoint, Costs
 
 GRAPH_TOKENS = 512
-"""Tokens of the largest step that vLLM captures as a graph unless told otherwise (`max_cudagraph_capture_size` in its
-config/compilation.py). A larger one launches every kernel from the host."""
+"""Tokens of the largest step that vLLM captures as a graph by default (`max_cudagraph_capture_size` in its
+config/compilation.py). The host launches every kernel of larger steps."""
 RESERVE_GB = 2.7
-"""Memory of a GPU for activations and graphs: what is left of 0.7 x 80 GB beside weights and KV cache in FP8-RL's
+"""GPU memory for activations and graphs: 0.7 x 80 GB minus weights and KV cache in FP8-RL's
 capacities (arXiv 2601.18150: 249,952 tokens of Qwen3-8B in BF16)."""
 DFLASH_LAYERS = 5
 """Layers of z-lab/Qwen3-8B-DFlash, which shares the policy's output head."""
 EAGLE_VOCAB = 32_000
-"""Tokens that an EAGLE-3 drafter can propose (the paper's, and the checkpoints of speculators)."""
+"""Size of an EAGLE-3 drafter's vocabulary, in the paper and in the checkpoints of speculators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What a roofline does not know, as `python -m benchmarks plan --fit` fits it on the fitting half of the published
+    """Unknowns of the roofline, as `python -m benchmarks plan --fit` fits it on the fitting half of the published
     cells."""
 
     memory_efficiency: float = 0.87
-    """Share of the peak bandwidth that is reached."""
+    """Achieved share of the peak bandwidth."""
     compute_efficiency: float = 0.687
-    """Share of the peak that matrix products of many tokens reach."""
+    """Achieved share of the peak in matrix products of many tokens."""
     knee: float = 1.64
     """Exponent of the smooth maximum of reading and computing: 3 makes it 2^(1/3) = 1.26 of either where both are
     equal."""
@@ -57,31 +57,31 @@ class Constants:
     eager_layer_s: float = 0.00139
     """Latency of one layer outside of a graph."""
     request_s: float = 8.49e-06
-    """Time of the host for each request in each step."""
+    """Host time per request and step."""
     sampler_passes: float = 5.49
-    """Times that the logits of a token are read or written to sample or verify it."""
+    """Reads and writes of a token's logits to sample or verify it."""
     draft_pass_s: float = 0.00075
-    """Latency of one pass of a learned drafter, beside its reading and computing."""
+    """Latency of one pass of a learned drafter, in addition to reads and products."""
     ngram_request_s: float = 0.000512
-    """Time of the host to look for an n-gram of one request; it also keeps the scheduler from running ahead."""
+    """Host time to search an n-gram of one request; the search also prevents asynchronous scheduling."""
     all_reduce_s: float = 1.03e-05
     """Latency of one."""
     learner_efficiency: float = 0.412
-    """Share of the peak that a learner reaches, with all that its forward and backward passes wait for."""
+    """Achieved share of the peak in the learner's forward and backward passes, waits included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What one choice of the selector means."""
+    """Work of one choice of the selector."""
 
     verified: int
-    """Tokens of each request in the policy's step, the one that is not drafted included."""
+    """Tokens per request in the policy's step, including the bonus token."""
     passes: float
-    """Passes of the drafter, one after another."""
+    """Sequential passes of the drafter."""
     width: int
-    """Tokens of each request in a pass."""
+    """Tokens per request in a pass."""
     first_width: int = 0
-    """More of them in the first pass: EAGLE reads all that were verified."""
+    """Additional tokens in the first pass: EAGLE reads all verified tokens."""
     alpha: float
     """Accepted length: mean tokens emitted by a step."""
 
@@ -91,12 +91,12 @@ DrafterKind = Literal["eagle3", "dflash", "ngram", "history", "tree"]
 
 
 def accepted_length(acceptance: float, k: int) -> float:
-    """1 + h + ... + h^k: each position is accepted with probability h if all before it were."""
+    """Return 1 + h + ... + h^k: each position is accepted with probability h after accepted positions."""
     return sum(acceptance**j for j in range(k + 1))
 
 
 def acceptance_of(alpha: float, k: int) -> float:
-    """The h that makes `accepted_length` alpha."""
+    """Return the h at which `accepted_length` is alpha."""
     if not 1 <= alpha <= k + 1:
         raise ValueError(f"acceptance: got accepted length {alpha} at draft length {k}; must be between 1 and {k + 1}")
     low, high = 0.0, 1.0
@@ -107,7 +107,7 @@ def acceptance_of(alpha: float, k: int) -> float:
 
 
 def drafts(kind: DrafterKind, *, alpha: float, at: int, longest: int) -> dict[int, Draft]:
-    """Every draft length of a drafter that reaches accepted length `alpha` with drafts of length `at`."""
+    """Return every draft length of a drafter with accepted length `alpha` at draft length `at`."""
     acceptance = acceptance_of(alpha, at)
     found = {0: PLAIN}
     for k in range(1, longest + 1):
@@ -120,18 +120,18 @@ def drafts(kind: DrafterKind, *, alpha: float, at: int, longest: int) -> dict[in
 
 
 class StepModel(Protocol):
-    """What a simulated engine is timed by."""
+    """Step times and capacity of a simulated engine."""
 
     @property
     def options(self) -> Mapping[int, Draft]: ...
 
     @property
     def capacity_tokens(self) -> float:
-        """Tokens that fit into the KV cache."""
+        """Return the tokens that fit into the KV cache."""
         ...
 
     def step_s(self, num_requests: int, k: int, context: float) -> float:
-        """Seconds of a step that verifies and makes drafts of length k; `context` is the mean over requests."""
+        """Return the seconds of a step with drafts of length k; `context` is the mean over requests."""
         ...
 
     def prefill_s(self, num_tokens: float) -> float: ...
@@ -145,16 +145,16 @@ class EngineModel:
     shape: ModelShape
     tensor_parallel: int = 1
     expert_parallel: bool = False
-    """Experts whole on one GPU each: tokens travel instead of partial sums."""
+    """Each expert is on one GPU: all-to-all of tokens instead of all-reduce."""
     weights: Precision = "bf16"
     kv_cache: Precision = "bf16"
     drafter: DrafterKind | None = None
     draft_vocab: int | None = None
-    """Vocabulary of a learned drafter's output head; None is the kind's own."""
+    """Vocabulary of a learned drafter's output head; by default the kind's."""
     options: Mapping[int, Draft] = field(default_factory=lambda: {0: PLAIN})
     memory_utilization: float = 0.85
     graph_tokens: float = GRAPH_TOKENS
-    """Tokens of the largest step that is captured."""
+    """Tokens of the largest captured step."""
     constants: Constants = Constants()
     _seconds: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -184,7 +184,7 @@ class EngineModel:
             num_requests,
             k,
             round(log(max(context, 1.0)) / 0.03),
-        )  # contexts to 3 %, so that a step is asked for again
+        )  # contexts to 3 %, for cache hits
         if key not in self._seconds:
             self._seconds[key] = sum(self.parts_s(num_requests, k, exp(key[2] * 0.03)).values())
         return self._seconds[key]
@@ -193,7 +193,7 @@ class EngineModel:
         return self._linear_s(num_tokens) + self._communication_s(num_tokens)
 
     def parts_s(self, num_requests: int, k: int, context: float) -> dict[str, float]:
-        """The step by what its time goes to."""
+        """Return the step's seconds by part."""
         draft = self.options[k]
         tokens = num_requests * draft.verified
         eager = tokens > self.graph_tokens
@@ -276,7 +276,7 @@ class EngineModel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredModel:
-    """An engine as `paceline tune` measured it; between the points of the file log seconds are interpolated."""
+    """An engine measured in a cost file; log seconds are interpolated between its points."""
 
     costs: Costs
     options: Mapping[int, Draft]
@@ -285,7 +285,7 @@ class MeasuredModel:
 
     @classmethod
     def of(cls, costs: Costs, *, longest: int, prefill_tokens_per_s: float = inf) -> MeasuredModel:
-        """Accepted lengths are the file's; a position beyond those measured is taken to be like the last."""
+        """Return the file's accepted lengths; positions beyond the measured ones are assumed equal to the last."""
         if not costs.acceptance:
             raise ValueError("costs: got a file without acceptance; must be one that `paceline tune` wrote")
         options, alpha, survival = {0: PLAIN}, 1.0, 1.0
@@ -312,7 +312,7 @@ class MeasuredModel:
 
     @cached_property
     def _log_curves(self) -> dict[int, tuple[list[float], list[float]]]:
-        """By draft length: log requests and log seconds."""
+        """Return log requests and log seconds by draft length."""
         curves: dict[int, tuple[list[float], list[float]]] = {}
         for point in sorted(self.costs.points, key=lambda point: point.num_requests):
             batches, seconds = curves.setdefault(point.drafted, ([], []))
@@ -322,7 +322,7 @@ class MeasuredModel:
 
 
 def cost_file(model: StepModel, *, batches: tuple[int, ...], context: float) -> Costs:
-    """What `paceline tune` would write on such an engine: the prior of a simulated selector."""
+    """Return the cost file of such an engine: the prior of a simulated selector."""
     points = tuple(
         CostPoint(
             num_requests=batch,

@@ -1,9 +1,8 @@
-"""What GPUs can do and what models ask of them: facts with their sources.
+"""Facts about GPUs and models, with sources.
 
-Peaks are dense (without structured sparsity) and per GPU. A model is described by its Hugging Face config.json; from
-it follow the bytes and operations of a forward pass. A mixture of experts reads only the experts that a token of the
-step was routed to: with E experts and e of them for each token, n tokens cover the share 1 - (1 - e/E)^n of them if
-the router is balanced.
+Peaks are dense (without structured sparsity) and per GPU. A model's Hugging Face config.json
+gives the bytes and operations of a forward pass. A mixture of experts reads only the experts of a step's tokens: with E
+experts, e per token and a balanced router, n tokens cover the share 1 - (1 - e/E)^n.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ class Gpu:
     name: str
     bf16_tflops: float
     fp8_tflops: float
-    """Equal to bf16_tflops where the hardware has no FP8: weights may still be stored in it."""
+    """Equal to bf16_tflops on hardware without FP8, which may still store weights in it."""
     memory_tb_s: float
     memory_gb: float
     link_gb_s: float
-    """Bandwidth to the other GPUs of the node or rack, in one direction."""
+    """Bandwidth to other GPUs of the node or rack, in one direction."""
     per_node: int = 8
 
     def flops(self, precision: Precision) -> float:
@@ -102,14 +101,14 @@ class ModelShape:
     kv_rank: int = 0
     rope_dim: int = 0
     cached_layers: int | None = None
-    """Layers whose KV cache grows with the context; the others have a state or window of fixed size. None is all of
-    them."""
+    """Layers with a KV cache that grows with the context; the others have a state or window of fixed size. None means
+    all layers."""
     expert_bytes: float | None = None
-    """Bytes of one expert weight where the checkpoint itself is quantised; None follows the precision of the run."""
+    """Bytes of one expert weight in quantized checkpoints; None follows the precision of the run."""
 
     @property
     def attention_params(self) -> float:
-        """Parameters of one attention layer."""
+        """Return the parameters of one attention layer."""
         if self.kv_rank:
             queries = self.hidden * self.heads * (self.head_dim + self.rope_dim)
             down, up = self.hidden * (self.kv_rank + self.rope_dim), self.kv_rank * self.heads * 2 * self.head_dim
@@ -126,15 +125,15 @@ class ModelShape:
 
     @property
     def fixed_params(self) -> float:
-        """Parameters read in every step: attention, dense and shared feed-forward layers, output head. Embeddings are
-        looked up."""
+        """Return the parameters read in every step: attention, dense and shared feed-forward layers, output head.
+        Embeddings are looked up."""
         dense = (self.layers - self.moe_layers) * 3.0 * self.hidden * self.intermediate
         shared = self.moe_layers * (3.0 * self.hidden * self.shared_intermediate + self.hidden * self.experts)
         return self.layers * self.attention_params + dense + shared + self.hidden * self.vocab
 
     @property
     def active_params(self) -> float:
-        """Parameters that one token is multiplied with."""
+        """Return the parameters in one token's matrix products."""
         return self.fixed_params + self.moe_layers * self.experts_per_token * self.expert_params
 
     @property
@@ -143,18 +142,18 @@ class ModelShape:
         return self.fixed_params + self.moe_layers * self.experts * self.expert_params + embedding
 
     def expert_coverage(self, num_tokens: float) -> float:
-        """Share of the experts of a layer that a step of so many tokens reads."""
+        """Return the share of a layer's experts that a step reads."""
         return 1 - (1 - self.experts_per_token / self.experts) ** num_tokens if self.experts else 0.0
 
     def weight_bytes(self, precision: Precision) -> float:
-        """Bytes in memory. Embeddings and the output head stay in BF16."""
+        """Return bytes in memory. Embeddings and the output head stay in BF16."""
         embeddings = self.hidden * self.vocab * (1 if self.tied else 2)
         experts = self.moe_layers * self.experts * self.expert_params
         inner = self.total_params - embeddings - experts
         return 2.0 * embeddings + BYTES[precision] * inner + self._expert_bytes(precision) * experts
 
     def read_bytes(self, num_tokens: float, precision: Precision) -> float:
-        """Bytes of weights that a step of so many tokens reads."""
+        """Return the bytes of weights that a step reads."""
         head = self.hidden * self.vocab
         experts = self.moe_layers * self.experts * self.expert_params * self.expert_coverage(num_tokens)
         return 2.0 * head + BYTES[precision] * (self.fixed_params - head) + self._expert_bytes(precision) * experts
@@ -265,7 +264,7 @@ SHAPES: Mapping[str, ModelShape] = {
 
 
 def find_shape(model: str) -> ModelShape:
-    """Read a config.json (or a directory with one), or find one of the few models known by name."""
+    """Read a config.json or a directory with one, or look up a known name."""
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
@@ -286,8 +285,7 @@ def find_shape(model: str) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """Read a Hugging Face config: Llama, Qwen, Mixtral, DeepSeek and their like. Multimodal ones have a text_config
-    inside."""
+    """Read a Hugging Face config: Llama, Qwen, Mixtral, DeepSeek and similar. Multimodal models have a text_config."""
     config = {**config, **config.get("text_config", {})}
 
     def number(*keys: str, default: float | None = None) -> float:

@@ -1,7 +1,7 @@
-"""How long responses are: from a run's metrics.jsonl, a file or histogram, or log-normal by mean and maximum.
+"""Response lengths: from a run's metrics.jsonl, a file or histogram, or log-normal by mean and maximum.
 
-Every batch gets the same quantiles of the distribution in an order of its own, so that two plans differ by what was
-changed and not by the luck of a draw; the longest response of a batch of N is the quantile 1 - 1/(2N).
+Every batch gets the same quantiles of the distribution in a different order, so that plans do not differ by chance. The
+longest response of a batch of N is the quantile 1 - 1/(2N).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.metrics import stream_metrics
 from paceline.types import RolloutRequest
 
 SIGMA = 1.0
-"""Deviation of log length where only mean and maximum are told: the 75th percentile of reasoning rollouts is about
+"""Deviation of log length if only mean and maximum are given: the 75th percentile of reasoning rollouts is about
 twice the median (arXiv 2511.16665, figure 1)."""
 
 
@@ -38,17 +38,17 @@ class Lengths:
         return int(self.values[-1])
 
     def scaled(self, factor: float) -> Lengths:
-        """Longer or shorter, the maximum as it is."""
+        """Return scaled lengths with the same maximum."""
         values = np.clip(self.values * factor, 1, self.values[-1])
         return Lengths(values=values, source=f"{self.source} x {factor:g}")
 
     def of_batch(self, num_rollouts: int) -> npt.NDArray[np.int64]:
-        """The quantiles of one batch, shortest first."""
+        """Return the quantiles of one batch, shortest first."""
         places = (np.arange(num_rollouts) + 0.5) / num_rollouts * len(self.values)
         return np.maximum(self.values[places.astype(np.int64)], 1).round().astype(np.int64)
 
     def by_request(self, num_groups: int, group_size: int, seed: int = 0) -> Callable[[RolloutRequest], int]:
-        """For batches of so many groups; groups are numbered through all batches."""
+        """Return the length of each rollout in batches of `num_groups` groups, numbered through all batches."""
         lengths = self.of_batch(num_groups * group_size)
         orders: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
 
@@ -63,7 +63,7 @@ class Lengths:
 
 
 def lognormal(mean: float, maximum: int, sigma: float = SIGMA) -> Lengths:
-    """A log-normal clipped at `maximum`, with this mean after clipping."""
+    """Return a log-normal clipped at `maximum`, with this mean after clipping."""
     if not 1 <= mean < maximum:
         raise ValueError(f"lengths: got mean {mean:g} and maximum {maximum}; must be 1 <= mean < maximum")
     normal = NormalDist()
@@ -78,8 +78,8 @@ def lognormal(mean: float, maximum: int, sigma: float = SIGMA) -> Lengths:
 
 
 def read_lengths(text: str) -> Lengths:
-    """`MEAN/MAX` for a log-normal, or a file: metrics.jsonl of a run, a JSON list, or lines of `length` or `length
-    count`."""
+    """Parse `MEAN/MAX` (a log-normal), or read a file: metrics.jsonl of a run, a JSON list, or lines of `length` or
+    `length count`."""
     path = Path(text)
     if path.is_file():
         values = _read_file(path)

@@ -1,7 +1,7 @@
 """A plan's question, and how its GPUs are divided between engines and learner.
 
-Engines and learner have GPUs of their own, as in `paceline train`. A synchronous run lets one group wait for the
-other; in asynchronous training both work at once, so each arm gets the division of the GPUs that suits it best.
+Engines and learner have separate GPUs, as in `paceline train`. They take turns in synchronous runs and work at the same
+time in asynchronous runs, so each arm gets its best division of the GPUs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from paceline.plan.run_model import Scenario
 from paceline.selector.cost_file import Costs
 
 FROZEN_LENGTH, TRAINED_LENGTH, NGRAM_LENGTH = 2.64, 2.80, 2.26
-"""Accepted length with k = 3, means of RL-Zero and RL-Think in arXiv 2604.26779: EAGLE-3 from elsewhere, frozen (2.88
-and 2.40) and trained along (3.04 and 2.55); n-grams (2.47 and 2.05). A drafter trained for the policy's own domain
-reached 3.32 and 2.77."""
+"""Accepted length with k = 3, means of RL-Zero and RL-Think in arXiv 2604.26779: a public EAGLE-3,
+frozen (2.88 and 2.40) and trained during the run (3.04 and 2.55); n-grams (2.47 and 2.05). A drafter trained for the
+policy's domain reached 3.32 and 2.77."""
 AT = 3
-"""Draft length at which accepted lengths are stated."""
+"""Draft length of stated accepted lengths."""
 LONGEST = 7
 SYNC_GB_S = 20.0
-"""Bandwidth of one GPU's share of the weights between nodes: 400 Gb/s, of which broadcasts reach less than half."""
+"""Bandwidth of one GPU's share of the weights between nodes: 400 Gb/s; broadcasts reach less than half."""
 LEARNER_BYTES = 18.0
 """Bytes for each weight of the policy: FP32 master, two moments and gradient, BF16 copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Model, cluster, batch and lengths that a user asks about."""
+    """Model, cluster, batch and lengths of a plan."""
 
     shape: ModelShape
     gpu: Gpu
@@ -49,9 +49,9 @@ class Question:
     max_age: int = 1
     """Lag of the asynchronous arms."""
     costs: Costs | None = None
-    """Measured step times of one engine, in place of the roofline."""
+    """Measured step times of one engine, instead of the roofline."""
     fp8_costs: Costs | None = None
-    """The same in FP8, which is left out if only BF16 was measured."""
+    """The same in FP8; without it, a plan from measured BF16 times leaves FP8 out."""
     constants: Constants = Constants()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Question:
 
     @property
     def has_training(self) -> bool:
-        """Whether there is a drafter to train, and a model of what it then costs."""
+        """True if the plan has a drafter to train and a model of its cost."""
         return self.costs is None and self.drafter in ("eagle3", "dflash")
 
     @property
@@ -77,7 +77,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How many GPUs engines and learner have."""
+    """GPUs of engines and learner."""
 
     tensor_parallel: int
     num_engines: int
@@ -87,7 +87,7 @@ class Layout:
 def engine_model(
     question: Question, tensor_parallel: int, *, alpha: float | None, precision: Precision = "bf16"
 ) -> StepModel:
-    """Step model of one engine; `alpha` is the accepted length, None does not speculate."""
+    """Return the step model of one engine with accepted length `alpha`, or without speculation."""
     costs = question.fp8_costs if precision == "fp8" else question.costs
     if costs is not None:
         measured = MeasuredModel.of(costs, longest=LONGEST)
@@ -106,8 +106,8 @@ def engine_model(
 
 
 def tensor_parallel(question: Question) -> int:
-    """GPUs of one engine: the fewest that hold the policy and the contexts of 16 usual requests and of the longest
-    one."""
+    """Return the fewest GPUs of one engine that hold the policy and the contexts of 16 usual requests and the longest
+    request."""
     if question.tensor_parallel is not None:
         return question.tensor_parallel
     wanted = max(
@@ -131,7 +131,7 @@ def tensor_parallel(question: Question) -> int:
 
 
 def layouts(question: Question) -> list[Layout]:
-    """Divisions of the GPUs that fit: the learner gets as many as hold its state, or more."""
+    """Return divisions of the GPUs that fit: the learner's GPUs hold its state."""
     size = tensor_parallel(question)
     need = LEARNER_BYTES * question.shape.total_params / (0.75 * question.gpu.memory_gb * 1e9)
     least = question.learner_gpus or 2 ** max(math.ceil(math.log2(max(need, 1.0))), 0)
@@ -175,8 +175,7 @@ def scenario(
 
 
 def _estimate_s(question: Question, layout: Layout, *, gain: float, max_age: int) -> float:
-    """Seconds of a step, roughly, to choose a layout before anything is simulated: tokens over rate, or the longest
-    response."""
+    """Estimate the seconds of a step without simulation: tokens over rate, or the longest response."""
     plain = scenario(question, layout, alpha=None, precision="bf16", max_age=max_age)
     batch = min(max(question.num_rollouts // layout.num_engines, 1), question.max_num_seqs)
     context = question.prompt_tokens + question.lengths.mean / 2

@@ -16,11 +16,11 @@ from paceline.plan.request import Request
 from paceline.selector.cost_file import Costs, load_costs
 
 PAYS = 1.05
-"""Speed-up below which a lever is left out."""
+"""Levers with a smaller speedup are left out."""
 
 
 def question_of(asked: Request) -> Question:
-    """Resolve what a user asked; a TOML config in place of a model says the rest."""
+    """Resolve a request; a TOML config instead of a model supplies the other values."""
     model, tensor_parallel = asked.model, asked.tensor_parallel
     rollout: RolloutConfig | None = None
     if model.endswith(".toml"):
@@ -58,7 +58,7 @@ def question_of(asked: Request) -> Question:
 
 
 def _costs(files: Sequence[Path]) -> tuple[Costs | None, Costs | None]:
-    """Read cost files; returns those measured in BF16 and in FP8."""
+    """Read cost files; return the BF16 and the FP8 file."""
     found: dict[bool, Costs] = {}
     for file in files:
         costs = load_costs(file)
@@ -75,7 +75,7 @@ def _costs(files: Sequence[Path]) -> tuple[Costs | None, Costs | None]:
 
 
 def recommended(found: Answer) -> str:
-    """TOML with a comment where a user has to fill something in, or where Paceline is not there yet."""
+    """Return TOML with comments for values to fill in and for unsupported features."""
     question = found.question
     max_age = question.max_age if found.speedup("asynchrony") >= PAYS else 0
     arm = found.arms["asynchrony" if max_age else "plain"]
@@ -140,7 +140,7 @@ def _round_up(number: int, to: int = 256) -> int:
 
 
 def check(toml: str) -> Config:
-    """The config as `paceline train` would read it; raises if it would not."""
+    """Return the config as `paceline train` reads it; raise if it is invalid."""
     return Config.model_validate(tomllib.loads(toml))
 
 

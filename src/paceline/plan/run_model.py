@@ -44,11 +44,11 @@ class Scenario:
     """If None, the run does not speculate."""
     max_age: int = 0
     learner_s_per_token: float = 0.0
-    """Seconds of the update per token; scoring takes a third of it on top."""
+    """Seconds of the update per token; scoring takes another third."""
     sync_s: float = 0.0
     steps: int = 1
     warmup: int = 0
-    """Steps that are not counted."""
+    """Steps excluded from the result."""
 
     @property
     def num_rollouts(self) -> int:
@@ -91,7 +91,7 @@ class _Steps:
 
 @dataclass(slots=True, kw_only=True)
 class PausingSender:
-    """Pauses every engine for the duration of a push, between rollouts or in the middle of them."""
+    """Wire that pauses every engine for the duration of a push."""
 
     engines: Sequence[BatchingEngine]
     seconds: float
@@ -160,7 +160,7 @@ def _config(scenario: Scenario) -> Config:
 
 
 def _selectors(scenario: Scenario) -> Iterator[Selector]:
-    """Yield a selector per engine. Measured selectors share one prior: the cost file that this engine would give."""
+    """Yield a selector per engine. Measured selectors share one prior: the cost file of this engine."""
     longest = max(scenario.model.options)
     config = scenario.selector or FixedSelector(draft_length=0)
     if config.kind == "measured" and config.costs is None:

@@ -1,8 +1,7 @@
 """Simulated engines, learner and weight wire on a virtual clock, for the real loop.
 
-The loop, the fleet and the ledger are the real ones; only the engine, the learner and the wire are stand-ins that
-take time without doing work. Time is virtual: when nothing can run, the clock jumps to the next timer, so that an
-hour of a thousand engines costs what its bookkeeping costs.
+Loop, fleet and ledger are real; engine, learner and wire only take time. When nothing can run, the clock jumps to the
+next timer, so a simulated hour of a thousand engines costs only its bookkeeping.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Instead of sleeping until the next timer, moves the clock there."""
+    """Selector that moves the clock to the next timer instead of sleeping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop whose time() is simulated."""
+    """An asyncio loop with simulated time()."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
@@ -58,7 +57,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(work: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, float]:
-    """Run a coroutine in virtual time; returns its result and the simulated seconds."""
+    """Run a coroutine in virtual time; return its result and the simulated seconds."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         result = runner.run(work())
         return result, runner.get_loop().time()
@@ -66,15 +65,14 @@ def run_virtual(work: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, float]:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedEngine:
-    """Every rollout takes its length times `seconds_per_token`; at most `max_num_seqs` run together, the others
-    queue."""
+    """Engine with rollouts that take `seconds_per_token` per token; at most `max_num_seqs` run at once."""
 
     name: str
     length_of: Callable[[RolloutRequest], int]
     max_num_seqs: int
     seconds_per_token: float
     lose_at_s: float | None = None
-    """Time at which the engine dies as a killed process does: what was running is gone."""
+    """Time at which the engine dies like a killed process, with its running requests."""
     policy_version: int = 0
     _running: dict[RolloutId, asyncio.TimerHandle] = field(default_factory=dict)
     _waiting: list[RolloutRequest] = field(default_factory=list)
@@ -191,7 +189,7 @@ def finished_rollout(
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedLearner:
-    """Takes time in proportion to tokens."""
+    """Learner that takes time in proportion to tokens."""
 
     seconds_per_token: float = 0.0
 
@@ -227,7 +225,7 @@ class SimulatedLearner:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedSender:
-    """Every engine that is alive takes the push after `seconds`."""
+    """Wire with pushes that reach every live engine after `seconds`."""
 
     engines: Sequence[SimulatedEngine]
     seconds: float = 0.0
@@ -243,7 +241,7 @@ class SimulatedSender:
 
 
 def simulated_prompts(num_tokens: int = 16) -> Iterator[Prompt]:
-    """Endless prompts without content."""
+    """Yield prompts without content, infinitely."""
     token_ids: Tokens = np.zeros(num_tokens, np.int32)
     index = 0
     while True:
@@ -252,14 +250,14 @@ def simulated_prompts(num_tokens: int = 16) -> Iterator[Prompt]:
 
 
 async def score_by_parity(groups: Sequence[Group]) -> list[list[float]]:
-    """Rewards 0 and 1 in turn, so that every group carries a gradient."""
+    """Return rewards that alternate between 0 and 1, so that every group has a gradient."""
     return [[float(rollout.index % 2) for rollout in group.rollouts] for group in groups]
 
 
 def long_tailed_lengths(
     seed: int, *, median: float = 70.0, sigma: float = 0.8, maximum: int = 640
 ) -> Callable[[RolloutRequest], int]:
-    """Log-normal lengths, the shape of the arena's; the same rollout has the same length wherever it runs."""
+    """Return log-normal lengths like the arena's; a rollout has the same length on every engine."""
     table = np.clip(np.random.default_rng(seed).lognormal(np.log(median), sigma, 65536), 1, maximum).astype(int)
 
     def length_of(request: RolloutRequest) -> int:

@@ -132,7 +132,7 @@ def _draw_rungs(axes: Axes, steps: Sequence[int], rung: Floats, rows: Sequence[R
 
 
 def _positive(values: Floats) -> Floats:
-    """Replace what a log scale cannot show by NaN."""
+    """Replace values that a log scale cannot show by NaN."""
     return np.where(values > 0, values, np.nan)
 
 

@@ -1,8 +1,7 @@
-"""A run's metrics.jsonl as records: its steps, rollouts, device use and draft lengths.
+"""Read a run's metrics.jsonl into records: steps, rollouts, device use and draft lengths.
 
-The file is read line by line, and of each only what a page needs is kept, in columns of numbers. Details are kept for
-some of the steps of a long run (metrics.py), so what is held here is bounded too: 8 bytes for each metric of a step,
-and about the size of the details in the file.
+Only the columns of numbers that a page needs are kept. Memory is bounded by 8 bytes per metric of a step, and about the
+size of the details in the file, which long runs record for some steps only (metrics.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRollouts:
-    """The rollouts of one step, a column a field."""
+    """Rollouts of one step, one column per field."""
 
     step: int
     engines: tuple[str, ...]
@@ -44,7 +43,7 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSpan:
-    """What an engine's device was used for, from when to when."""
+    """One use of an engine's device."""
 
     engine: str
     doing: str
@@ -56,7 +55,7 @@ class SlotSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSlots:
-    """What all engines' devices were used for in one step."""
+    """Uses of all engines' devices in one step."""
 
     step: int
     spans: tuple[SlotSpan, ...]
@@ -67,7 +66,7 @@ class StepSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepDrafts:
-    """What engines drafted over the time of one step, a column a field: counts in bins of time (`types.DraftBin`)."""
+    """Drafts of engines over one step: counts in bins of time (`types.DraftBin`), one column per field."""
 
     step: int
     engines: tuple[str, ...]
@@ -87,7 +86,7 @@ class StepDrafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedRun:
-    """A run as far as it has been recorded: finished, still going, or cut off by a crash."""
+    """A run up to its last record: finished, still going or crashed."""
 
     name: str
     started: str
@@ -95,22 +94,22 @@ class RecordedRun:
     environment: Mapping[str, Any]
     steps: tuple[int, ...]
     metrics: Mapping[str, Floats]
-    """Metrics over `steps`; NaN where a step does not have one."""
+    """Metrics over `steps`; NaN for steps without the metric."""
     rollouts: tuple[StepRollouts, ...]
-    """Those of every step of a short run, and of some steps of a long one."""
+    """Every step of a short run, some steps of a long run."""
     evals: tuple[tuple[int, float], ...]
     """Step and held-out accuracy."""
     eval_intervals: tuple[Interval, ...]
-    """When engines sampled for an evaluation, whose rollouts are not recorded."""
+    """Intervals of evaluations; their rollouts are not recorded."""
     texts: tuple[Mapping[str, Any], ...]
-    """Answers of the first and the last evaluation that recorded some: its step, and `texts` with their rewards."""
+    """Answers of the first and the last evaluation that recorded any: `step`, and `texts` with rewards."""
     events: tuple[Mapping[str, Any], ...]
     places: tuple[StepSlots, ...]
-    """What engines' devices were used for, in runs that train their drafter."""
+    """Uses of engines' devices, in runs that train their drafter."""
     drafts: tuple[StepDrafts, ...]
     """Draft lengths over time, in runs that speculate."""
     mismatches: tuple[Mapping[str, Any], ...]
-    """One for each step that compared engines and learner and is kept: `counts` of log-ratios, k3 of `engines`."""
+    """Comparisons of engines and learner: `step`, `counts` of log-ratios, k3 of `engines`."""
     duration_s: float
 
     @property
@@ -118,13 +117,13 @@ class RecordedRun:
         return self.config.get("run", {}).get("steps")
 
     def series(self, key: str) -> Floats:
-        """One metric over the steps; NaN where a step does not have it."""
+        """Return a metric over the steps; NaN for steps without it."""
         found = self.metrics.get(key)
         return np.full(len(self.steps), np.nan) if found is None else found.copy()
 
     def whole_phases(self) -> tuple[StepRollouts, ...]:
-        """Steps of which it is known what every engine did: in asynchronous training, rollouts of the steps around were
-        in flight as well, and must be recorded too."""
+        """Return steps with a complete record of every engine. In asynchronous training this includes the steps around,
+        because their rollouts were in flight too."""
         age = self.config.get("run", {}).get("max_age", 0)
         missing = set(self.steps) - {batch.step for batch in self.rollouts}
         return tuple(
@@ -132,14 +131,13 @@ class RecordedRun:
         )
 
     def first_and_last(self) -> tuple[tuple[StepRollouts, ...], tuple[StepRollouts, ...]]:
-        """The first and the last few steps, to be compared; they do not overlap, so a run of one step has no last
-        ones."""
+        """Return the first and the last few steps, without overlap: a run of one step has no last steps."""
         size = max(1, min(5, len(self.rollouts) // 2))
         return self.rollouts[:size], self.rollouts[size:][-size:]
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Read run_dir/metrics.jsonl; a ValueError says what to do when there is nothing to tell yet."""
+    """Read run_dir/metrics.jsonl; raise ValueError if it has no finished step yet."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(
@@ -151,8 +149,7 @@ def read_run(run_dir: Path) -> RecordedRun:
         found.add(kind, record)
     if not found.rows:
         raise ValueError(
-            f"run: {path} holds no finished step yet; wait for the first one, or look at the run's output for why it "
-            "stopped"
+            f"run: {path} holds no finished step yet; wait for the first one, or check the run's output if it stopped"
         )
     steps = sorted(found.rows)
     order = [found.rows[step] for step in steps]
@@ -165,7 +162,7 @@ def read_run(run_dir: Path) -> RecordedRun:
         metrics={key: np.frombuffer(column)[order] for key, column in found.columns().items()},
         rollouts=tuple(found.rollouts[step] for step in sorted(found.rollouts)),
         evals=tuple(found.evals),
-        eval_intervals=tuple(zip(found.eval_begins, found.eval_ends, strict=False)),  # the last may have no end
+        eval_intervals=tuple(zip(found.eval_begins, found.eval_ends, strict=False)),  # the last may be unfinished
         texts=tuple(found.texts),
         events=tuple(found.events),
         places=tuple(found.places[step] for step in sorted(found.places)),
@@ -177,7 +174,7 @@ def read_run(run_dir: Path) -> RecordedRun:
 
 @dataclass(slots=True)
 class _Reader:
-    """What has been read so far. A step that is recorded twice counts as it was recorded last."""
+    """Records read so far. The last record of a step wins."""
 
     started: str = ""
     head: Mapping[str, Any] = field(default_factory=dict)
@@ -200,7 +197,7 @@ class _Reader:
         if kind in ("stage", "step", "eval", "event"):
             self.duration_s = max(self.duration_s, record["time_s"])
         match kind:
-            case "run":  # one more each time that the run was resumed
+            case "run":  # repeated by every resume
                 self.started = self.started or str(record.get("started", ""))
                 self.head = record
             case "stage" if record["stage"] == "eval":
@@ -227,7 +224,7 @@ class _Reader:
                 self.drafts.append(_drafts(record))
 
     def columns(self) -> dict[str, array[float]]:
-        """Metrics by row, all of the same length."""
+        """Return metrics by row, all of the same length."""
         for column in self._columns.values():
             column.extend([np.nan] * (self._num_rows - len(column)))
         return self._columns

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def write_page(path: Path, template: str, **records: object) -> None:
-    """Write a page in one move, so that a browser never loads half of it."""
+    """Write a page atomically, so that browsers never load an incomplete page."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as partial:
         partial.write_text(render(template, **records), encoding="utf-8")

@@ -35,5 +35,5 @@ def _acceptance(tuning: Tuning) -> Panel:
     positions = range(1, len(accepted) + 1)
     axes.bar(positions, accepted, color=BLUE)
     axes.set(xlabel="draft position", ylabel="share accepted", xticks=positions, ylim=(0, 1))
-    note = f"Of drafts accepted up to the position before; {tuning.costs.num_trials:,} drafts verified."
+    note = f"Share of drafts accepted up to the position before; {tuning.costs.num_trials:,} drafts verified."
     return panel(figure, "Acceptance by draft position", note)
