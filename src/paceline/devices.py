@@ -1,4 +1,4 @@
-"""Which device a process uses, and which collective backend and weight transport follow from it."""
+"""Device selection, and the collective backend and weight transport that follow from it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ import torch
 from paceline.types import DeviceKind, PacelineError
 
 Transport = Literal["shared_memory", "distributed"]
-"""How the bytes of a weight push travel: see `paceline.weights`."""
+"""Transport of a weight push: see `paceline.weights`."""
 
 
 def on_gpu() -> bool:
-    """Whether this process has a GPU. No part of Paceline has been run on one yet.
-
-    It says nothing about other machines: where a run's processes are placed, `cluster.layout` decides.
-    """
+    """Return whether this process has a GPU. `cluster.layout` decides where a run's processes are placed."""
     return torch.cuda.is_available()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """One GPU that this process sees; bytes."""
+    """Memory of a visible GPU in bytes."""
 
     name: str
     free: int
@@ -31,7 +28,7 @@ class GpuMemory:
 
 
 def gpu_memory() -> list[GpuMemory]:
-    """The GPUs that this process sees, with the memory that other processes leave; none without a GPU."""
+    """Return the visible GPUs with their free memory; empty without a GPU."""
     if not on_gpu():
         return []
     found = []
@@ -42,7 +39,7 @@ def gpu_memory() -> list[GpuMemory]:
 
 
 def require(kind: DeviceKind, num_gpus: int = 1) -> None:
-    """Refuse to go on in a process that was given GPUs and cannot use them: it would silently compute on the CPU."""
+    """Raise if this process was given GPUs and cannot use them: it would silently compute on the CPU."""
     found = torch.cuda.device_count() if kind == "gpu" and on_gpu() else 0
     if kind == "gpu" and found < num_gpus:
         raise PacelineError(
@@ -52,8 +49,7 @@ def require(kind: DeviceKind, num_gpus: int = 1) -> None:
 
 
 def use_device(rank: int = 0, kind: DeviceKind | None = None) -> torch.device:
-    """The device of one rank, made the process's current device. `kind` is the run's decision; without one the process
-    uses what it has."""
+    """Set and return the current device of a rank. Without `kind`, use a GPU if there is one."""
     if kind is not None:
         require(kind)
     if kind == "cpu" or not on_gpu():
@@ -64,30 +60,28 @@ def use_device(rank: int = 0, kind: DeviceKind | None = None) -> torch.device:
 
 
 def finish_work(device: torch.device) -> None:
-    """Wait until everything that was queued on the device is done, on all of its streams; nothing to do on the CPU."""
+    """Wait for all streams of a GPU; does nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def computes_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 faster than float32. A CPU without instructions for it is half as fast at
-    training a drafter in bfloat16."""
+    """Return whether the device has bfloat16 instructions. CPUs without them train a drafter half as fast in it."""
     if device.type != "cpu":
         return True
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def fast_precision() -> Literal["bfloat16", "float32"]:
-    """The precision in which engines are fastest here: float32 on a CPU that takes some three times as long for
-    bfloat16."""
+    """Return the fastest precision for engines: float32 on CPUs without bfloat16 instructions (3 times as fast)."""
     return "bfloat16" if on_gpu() or computes_bfloat16(torch.device("cpu")) else "float32"
 
 
 def collective_backend(device: torch.device) -> Literal["nccl", "gloo"]:
-    """torch.distributed's backend for tensors on this device."""
+    """Return torch.distributed's backend for tensors on this device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def weight_transport(kind: DeviceKind) -> Transport:
-    """GPUs hand their weights over by broadcasts; processes on the CPU share the memory of their machine."""
+    """Return the transport: broadcasts between GPUs, shared memory on the CPU."""
     return "distributed" if kind == "gpu" else "shared_memory"

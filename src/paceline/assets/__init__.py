@@ -1,11 +1,11 @@
-"""Checkpoints that come with the package, so that `paceline doctor`, the demo, benches and tests need no training.
+"""Checkpoints that are part of the package, for `paceline doctor`, the demo, benches and tests.
 
     policy("small")              a policy of the arena, trained on its task: 3 M parameters
     policy("tiny")               the same with 0.4 M parameters
     drafter("small", "eagle3")   a drafter for it: eagle3 or dflash
 
-Weights are in bfloat16, and the drafters were trained on policies rounded to it. CARD.md says how good the drafters
-are; `python -m scripts.rebuild_arena` makes everything anew.
+Weights are in bfloat16, and the drafters were trained on policies rounded to it. CARD.md lists the drafters' accepted
+lengths; `python -m scripts.rebuild_arena` rebuilds everything.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ DRAFTERS = ("eagle3", "dflash")
 
 
 def policy(name: str) -> Path:
-    """Return the directory of a policy whose files have been compared with their checksums."""
+    """Return a policy's directory after verifying its checksums."""
     return _verified(ROOT / name)
 
 
 def drafter(policy_name: str, kind: str) -> Path:
-    """Return the directory of a policy's drafter whose files have been compared with their checksums."""
+    """Return the directory of a policy's drafter after verifying its checksums."""
     return _verified(ROOT / f"{policy_name}-{kind}")
 
 
