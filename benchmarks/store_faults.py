@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.orchestrator.store import BrokenCheckpointError, Store, seal, verify
+from paceline.files import ChecksumError
+from paceline.orchestrator.store import Store, seal, verify
 
 Write = Callable[[Path, int], None]
 
@@ -55,7 +56,7 @@ def count_missed_flips(directory: Path, num_flips: int, *, seed: int = 0) -> int
         try:
             verify(path)
             num_missed += 1
-        except BrokenCheckpointError:
+        except ChecksumError:
             pass
         file.write_bytes(whole)
     return num_missed

@@ -1,23 +1,19 @@
-"""Files that are written whole or not at all, their checksums, the one file lock, and JSON Lines.
+"""Atomic files and directories, checksums, locks and JSON Lines.
 
     with atomic_file(directory / "metrics.html") as partial:     # a sibling; renamed when the block succeeds
         partial.write_text(page)
-    with atomic_directory(out) as partial:                       # the same for a directory that must not exist yet
+    with atomic_directory(out) as partial:                       # the same for a new directory
         save(partial)
         write_checksums(partial)
     verify_checksums(out)                                        # raises ChecksumError that names the file
 
-safetensors has no checksum of its own: one flipped byte loads silently. So every directory of weights has a
-`SHA256SUMS`, in the format of `sha256sum`, which is written before the directory gets its name and verified when
-weights are loaded from it. A single file carries its checksum in its own header, where it was written with `SEAL`:
+safetensors has no checksums: a flipped byte loads silently. So every directory of weights, checkpoints or logged
+rollouts has a `SHA256SUMS` in the format of `sha256sum`. A single file carries an XXH3 checksum in its own header:
 
     with atomic_file(file, private=True) as partial:
         save_file(tensors, partial, metadata={"seal": SEAL})
         seal(partial)
-    verify_seal(file)                                            # raises ChecksumError for any bit that differs
-
-What a crash of the machine must not take is written `durable`, which waits for the disk: a checkpoint, not a round of
-drafter training, which is in memory. A seal is XXH3, at a tenth of the time of SHA-256 and less than that of writing.
+    verify_seal(file)
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ import secrets
 import shutil
 import stat
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -43,28 +39,28 @@ from filelock import FileLock, Timeout
 from paceline.types import PacelineError
 
 CHECKSUM_FILE = "SHA256SUMS"
+_LINE = re.compile(rb"^([0-9a-f]{64})  ([^\n]+)\n", re.MULTILINE)
 _PARTIAL = ".partial"
 _OWNER = ".owner"
 _SEAL = re.compile(rb"xxh3:[0-9a-f]{32}")
 _SEAL_WITHIN = 2**16
 SEAL = "xxh3:" + 32 * "0"
-"""The place of a file's own checksum, which `seal` fills; it must be in the first 64 KiB."""
+"""Placeholder for a file's own checksum, which `seal` fills in; it must be in the first 64 KiB."""
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  shared memory is the point; files in it are 0600 and have random names
 SEGMENT_PREFIX = "paceline-"
 
 
 class ChecksumError(PacelineError):
-    """A file is not what it was when its checksum was taken."""
+    """A file differs from its checksum."""
 
 
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = False, private: bool = False) -> Iterator[Path]:
-    """Yield a path beside `path` to write to; it replaces `path` when the block ends, and is removed if the block
-    fails.
+    """Yield a path beside `path` to write to. It replaces `path` when the block ends and is removed if the block fails.
 
-    `durable` also waits until the disk has it: for what a run must find again after a power failure.
-    `private` makes a file that only its owner can read: for rollouts and weights in a directory that all users see.
+    `durable` syncs it to disk, for files that must survive a power failure. `private` restricts access to the owner,
+    for rollouts and weights in shared directories.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
     try:
@@ -101,27 +97,24 @@ def atomic_directory(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def final_path(partial: Path) -> Path:
-    """The name that an atomic file or directory gets which is being written; that of any other path is its own."""
+    """Return the final name of an atomic file or directory that is being written; return other paths unchanged."""
     return partial.with_name(partial.name[1:].rsplit(".", 2)[0]) if partial.name.endswith(_PARTIAL) else partial
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Give a whole file or directory another name in the same file system; whoever opens `target` finds the old or
-    the new one."""
+    """Rename a file or directory atomically, within one file system."""
     source.replace(target)
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory whose name stands for a whole one: the name goes first, and what a kill leaves is a partial
-    one."""
+    """Remove an atomic directory. It is renamed first, so a kill leaves a partial directory, not a damaged one."""
     doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_partials(directory: Path, pattern: str = "*") -> None:
-    """Remove what killed writers of files that match `pattern` left behind; the caller knows that none of them is
-    alive."""
+    """Remove partial files of killed writers of `pattern`. No writer may be alive."""
     for partial in directory.glob(f".{pattern}.*{_PARTIAL}"):
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
@@ -130,15 +123,14 @@ def remove_partials(directory: Path, pattern: str = "*") -> None:
 
 
 def private_directory(path: Path) -> Path:
-    """Make `path` a directory that only this user can enter. Another user's is refused: its owner could read what is
-    put there, and put something else in its place."""
+    """Create `path` for this user only. Refuse a directory of another user, who could read and replace its files."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()  # a link may lead anywhere
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise PacelineError(
-            f"{path} belongs to another user, or is a link; must be a directory of yours because rollouts and weights "
-            "are kept in it: name another one"
+            f"{path} belongs to another user or is a link; must be a directory of yours because it will hold rollouts "
+            "and weights"
         )
     if found.st_mode & 0o077:
         path.chmod(0o700)
@@ -159,7 +151,7 @@ def sha256(file: Path) -> str:
 
 
 def sha256_of(parts: Iterable[bytes | memoryview]) -> str:
-    """Checksum of what is in memory, for a single file that carries it in its own metadata."""
+    """Return the SHA-256 of parts in memory."""
     total = hashlib.sha256()
     for part in parts:
         total.update(part)
@@ -167,7 +159,7 @@ def sha256_of(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def seal(file: Path) -> None:
-    """Write the checksum of a file into the file, where it has SEAL; `verify_seal` then finds any bit that differs."""
+    """Write the checksum of a file into its SEAL placeholder."""
     place, checksum = _own_checksum(file)
     assert place is not None, f"{file.name} has no place for a checksum"
     with file.open("r+b") as stream:
@@ -176,15 +168,15 @@ def seal(file: Path) -> None:
 
 
 def verify_seal(file: Path) -> None:
-    """Compare a file with the checksum in it; ChecksumError if any bit of it is not as `seal` saw it."""
+    """Compare a file with the checksum in it; raise ChecksumError if any bit has changed since `seal`."""
     place, checksum = _own_checksum(file)
     if place is None or place[0] != checksum:
-        raise ChecksumError(f"{file} differs from the checksum in it; it is damaged, or no file of this version")
+        raise ChecksumError(f"{file} differs from the checksum in it; it is damaged or from another version")
 
 
 def _own_checksum(file: Path) -> tuple[re.Match[bytes] | None, bytes]:
-    """Find the place of a file's checksum, and compute what has to be there."""
-    import xxhash  # `paceline plan` does without
+    """Find the checksum in a file and compute the expected one."""
+    import xxhash  # optional for `paceline plan`
 
     total = xxhash.xxh3_128()
     with file.open("rb") as stream:
@@ -197,42 +189,62 @@ def _own_checksum(file: Path) -> tuple[re.Match[bytes] | None, bytes]:
 
 
 def copy_verified(source: Path, target: Path) -> None:
-    """Copy a file and read the copy back; a copy that differs raises ChecksumError."""
+    """Copy a file and read the copy back; raise ChecksumError if it differs."""
     shutil.copyfile(source, target)
     if sha256(source) != sha256(target):
-        raise ChecksumError(
-            f"{target} differs from {source}, which it was copied from; check the disk and copy it again"
-        )
+        raise ChecksumError(f"{target} differs from its source {source}; check the disk and copy it again")
 
 
 def write_checksums(directory: Path) -> None:
-    """Write the checksum of every file below `directory` into its SHA256SUMS."""
-    files = sorted(file for file in directory.rglob("*") if file.is_file() and file.name != CHECKSUM_FILE)
-    lines = [f"{sha256(file)}  {file.relative_to(directory).as_posix()}\n" for file in files]
-    (directory / CHECKSUM_FILE).write_text("".join(lines), encoding="utf-8")
+    """Write the SHA-256 of every file below `directory` into its SHA256SUMS."""
+    names = sorted(_files_below(directory))
+    lines = _lines({name: sha256(directory / name) for name in names})
+    (directory / CHECKSUM_FILE).write_text(lines, encoding="utf-8")
 
 
-def verify_checksums(directory: Path) -> bool:
-    """Compare every file that SHA256SUMS lists with its checksum; the first that differs or is missing raises
-    ChecksumError.
+def replace_checksums(directory: Path, checksums: Mapping[str, str]) -> None:
+    """Replace SHA256SUMS by these checksums, by file name."""
+    with atomic_file(directory / CHECKSUM_FILE, private=True) as partial:
+        partial.write_text(_lines(checksums), encoding="utf-8")
 
-    Returns False if there is no SHA256SUMS, as in checkpoints that Paceline did not write.
+
+def append_checksums(directory: Path, checksums: Mapping[str, str]) -> None:
+    """Add checksums to SHA256SUMS. A later line for the same file overrides an earlier one."""
+    with (directory / CHECKSUM_FILE).open("a", encoding="utf-8") as stream:
+        stream.write(_lines(checksums))
+
+
+def read_checksums(directory: Path) -> dict[str, str]:
+    """Return the checksums in SHA256SUMS by file name. Skip lines that are damaged or were cut off by a crash."""
+    try:
+        content = (directory / CHECKSUM_FILE).read_bytes()
+    except FileNotFoundError:
+        return {}
+    return {name.decode("utf-8", "replace"): checksum.decode() for checksum, name in _LINE.findall(content)}
+
+
+def verify_checksums(directory: Path, *, complete: bool = False) -> bool:
+    """Compare every file in SHA256SUMS with its checksum; raise ChecksumError for the first that differs or is missing.
+
+    `complete` also refuses files that are not in SHA256SUMS. Return False if there is no SHA256SUMS, as in checkpoints
+    that Paceline did not write.
     """
     recorded = directory / CHECKSUM_FILE
     if not recorded.is_file():
         return False
-    content = recorded.read_bytes()
-    if not re.fullmatch(rb"([0-9a-f]{64}  [^\n]+\n)+", content):
+    if not re.fullmatch(rb"([0-9a-f]{64}  [^\n]+\n)+", recorded.read_bytes()):
         raise ChecksumError(f"{recorded} is damaged; copy the directory again")
-    lines = [line.split("  ", 1) for line in content.decode("utf-8", "replace").removesuffix("\n").split("\n")]
-    for _, name in lines:
+    checksums = read_checksums(directory)
+    if complete and (extra := _files_below(directory) - checksums.keys()):
+        raise ChecksumError(f"{directory / min(extra)} is not in {recorded.name}; copy the directory again")
+    for name in checksums:
         if not (directory / name).is_file():
             raise ChecksumError(
                 f"{directory / name} is missing, but {recorded.name} lists it; copy the directory again"
             )
     with ThreadPoolExecutor() as threads:  # a large policy has many files
-        found = list(threads.map(lambda line: sha256(directory / line[1]), lines))
-    for (checksum, name), own in zip(lines, found, strict=True):
+        found = list(threads.map(lambda name: sha256(directory / name), checksums))
+    for (name, checksum), own in zip(checksums.items(), found, strict=True):
         if own != checksum:
             raise ChecksumError(
                 f"{directory / name} differs from its checksum in {recorded.name}; copy the directory again, or delete "
@@ -241,10 +253,18 @@ def verify_checksums(directory: Path) -> bool:
     return True
 
 
+def _files_below(directory: Path) -> set[str]:
+    files = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+    return {name for name in files if name != CHECKSUM_FILE}
+
+
+def _lines(checksums: Mapping[str, str]) -> str:
+    return "".join(f"{checksum}  {name}\n" for name, checksum in checksums.items())
+
+
 @contextmanager
 def lock(path: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock between processes, released when its process ends, however it ends; `on_wait` is called if another
-    holds it."""
+    """Hold a lock between processes, which the kernel releases when its process ends. Call `on_wait` before waiting."""
     path.parent.mkdir(parents=True, exist_ok=True)
     held = FileLock(path)
     try:
@@ -259,25 +279,24 @@ def lock(path: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 def create_owned(path: Path) -> int:
-    """Create a private file that is locked before it has its name; returns its descriptor, which holds the lock.
+    """Create a private file that is locked before it has its name; return the descriptor that holds the lock.
 
-    The kernel releases the lock when the owner ends, however it ends. A lock, unlike a process id in the name, is also
-    right across containers that share the directory. `lock` cannot do this: filelock truncates the file that it locks.
+    The kernel releases the lock when the owner ends. Unlike a process id in the name, a lock works across containers
+    that share the directory. filelock, which `lock` uses, truncates the file that it locks.
     """
-    unseen = path.with_name(f".{path.name}")
-    descriptor = os.open(unseen, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    hidden = path.with_name(f".{path.name}")
+    descriptor = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    unseen.rename(path)  # only now: `remove_orphaned` in another process must never find it unlocked
+    hidden.rename(path)  # only now: `remove_orphaned` in another process must never find it unlocked
     return descriptor
 
 
 def remove_orphaned(path: Path) -> bool:
-    """Remove a file of `create_owned` whose owner has ended; False if the owner lives, or if it is none of this user's
-    files."""
+    """Remove a `create_owned` file of a dead owner; return False if the owner lives or is another user."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return False  # removed meanwhile, a directory, a link, another user's
+        return False  # removed meanwhile, a directory, a link, or another user's
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
@@ -293,13 +312,12 @@ def remove_orphaned(path: Path) -> bool:
 
 
 def sweep_segments() -> list[str]:
-    """Remove what a killed process has left in shared memory, which nobody else would; returns the names."""
+    """Remove the shared-memory segments of killed processes; return their names."""
     return [path.name for path in SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*") if remove_orphaned(path)]
 
 
 class OwnedDirectory:
-    """A directory in `root` that goes with its process: by `close`, at the process's end, or, after a kill, when the
-    next one is made in the same root."""
+    """A directory in `root`, removed by `close`, at process exit or, after a kill, by the next OwnedDirectory there."""
 
     def __init__(self, root: Path) -> None:
         private_directory(root)
@@ -320,8 +338,10 @@ def _remove_owned(path: Path, descriptor: int, owner_pid: int) -> None:
 
 
 def shared_token() -> str:
-    """Return a secret that all processes of this user on this machine can read and nobody else can; the first that asks
-    makes it. Ask again each time: two that are the first at once agree on the last one's."""
+    """Return a secret shared by all processes of this user on this machine; create it at the first call.
+
+    Do not cache it: after two first calls at once, both must read the one that was written last.
+    """
     file = private_directory(SHARED_MEMORY / f"{SEGMENT_PREFIX}{os.getuid()}") / "token"
     if not file.exists():
         with atomic_file(file, private=True) as partial:
@@ -330,13 +350,11 @@ def shared_token() -> str:
 
 
 def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[tuple[int, Any]]:
-    """Yield line number and value of every line of a JSON Lines file; a line that is not JSON raises ValueError.
+    """Yield the line number and value of every line of a JSON Lines file; raise ValueError for a line that is not JSON.
 
-    A line ends at a newline and nowhere else: text may hold what other readers take for the end of a line (U+2028). A
-    byte order mark at the start is passed over.
-
-    `strict` is for files that a program writes line by line: a last line without its newline was cut off by a crash and
-    is left out, and a blank line is damage. Without it blank lines are passed over, and the last line needs no newline.
+    Lines end at newlines only: text may contain other line separators, such as U+2028. Skip a byte order mark at the
+    start. `strict` is for files that a program appends to: it skips a last line without a newline, which a crash cut
+    off, and refuses blank lines. Otherwise blank lines are skipped and the last line needs no newline.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -362,11 +380,11 @@ def _not_json(error: ValueError | RecursionError) -> str:
         case RecursionError():
             return "nested too deeply"
         case _:
-            return f"not JSON that can be read ({error})"  # a number of too many digits
+            return f"not readable JSON ({error})"  # a number with too many digits
 
 
 def installed(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of those packages that are installed."""
+    """Return the versions of these packages, without those that are not installed."""
     found: dict[str, str] = {}
     for package in packages:
         try:

@@ -69,7 +69,7 @@ def end_twice(run: Path, log: Path) -> None:
     """Make the run with two interruptions."""
 
     def logged(step: int, num_groups: int) -> Callable[[], bool]:
-        names = [f"group-{position:08d}-*.safetensors" for position in range(4 * step - 4, 4 * step)]
+        names = [f"group-{position:08d}.safetensors" for position in range(4 * step - 4, 4 * step)]
         return lambda: sum(len(list((run / "batches").glob(name))) for name in names) >= num_groups
 
     driver = start(log, *SETTINGS, f'run.directory="{run.parent}"', f"run.name={run.name}")

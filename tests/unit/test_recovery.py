@@ -167,7 +167,7 @@ def test_a_run_that_was_ended_anywhere_samples_scores_and_learns_everything_once
         done = max(num_groups, 4 * second.recovery.step)
         assert len({request.id for request in second.requests}) == len(second.requests) <= 48 - 2 * done
     assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
-    left = [file.name[:13] for file in (tmp_path / "run" / "batches").glob("step-*")]
+    left = [file.stem for file in (tmp_path / "run" / "batches").glob("step-*")]
     assert sorted(left) == ["step-00000005", "step-00000006"], "the others are covered by both checkpoints"
 
 

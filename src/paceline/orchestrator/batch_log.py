@@ -1,19 +1,24 @@
-"""The log of what was sampled: finished groups, and which of them each step took, until a checkpoint covers them.
+"""Log of finished groups and of the groups that each step trained on, since the oldest checkpoint.
 
-    batches/group-00000323-SHA256.safetensors    the group at this position of the prompts, written when it has finished
-            step-00000021-SHA256.json            the groups that step 21 took or found dropped, and their rewards
+    batches/group-00000323.safetensors    the group at this position of the prompts
+            step-00000021.json            the groups that step 21 trained on or found dropped, and their rewards
+            SHA256SUMS                    one line per file, appended after the file
 
-The learner draws nothing at random that does not follow from its seed and counters, so a checkpoint and what the steps
-since then took make the policy again, and a run that goes on samples no rollout twice. A file carries its checksum in
-its name: one that does not verify is as good as missing, and its group is sampled again.
+The learner is deterministic given its seed and counters, so a checkpoint and the logged steps after it reproduce the
+policy, and a resumed run samples no rollout twice. A thread writes the log, many files at a time: a file is logged
+once SHA256SUMS has its line. A file that does not match its line counts as missing, and its group is sampled again.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+import os
+import queue
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +26,159 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from paceline.files import atomic_file, private_directory, remove_partials, sha256_of
+from paceline.files import (
+    append_checksums,
+    private_directory,
+    read_checksums,
+    remove_partials,
+    replace_checksums,
+    sha256_of,
+)
 from paceline.types import Group, GroupId, Prompt, Rollout
 
 _ARRAYS = ("prompt_ids", "token_ids", "logp")
 _TIMES = ("started_s", "finished_s")
 _SCALARS = tuple(field.name for field in fields(Rollout) if field.name not in (*_ARRAYS, "group_id"))
+_MOST_QUEUED = 4096
+"""Files that may wait to be written. Beyond that `put` blocks: the disk is slower than sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What one step took."""
+    """The groups that one step took, by their positions among the prompts."""
 
     groups: Sequence[int]
-    """Positions of the groups that it trained on."""
+    """Groups that it trained on."""
     dropped: Sequence[int]
-    """Positions of those that it found dropped."""
+    """Groups that it found dropped."""
     rewards: list[list[float]]
-    """One for every rollout of every group."""
+    """A reward for every rollout of every group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    name: str
+    encode: Callable[[], bytes]
 
 
 class BatchLog:
-    """One run's log. Times in it count from the beginning of the run, which `began_s` is on the present clock."""
+    """The log of one run. Logged times count from the start of the run, `began_s` on the current clock."""
 
     def __init__(self, directory: Path, *, began_s: float) -> None:
-        """Look what an earlier writer has left; the caller knows that none is alive."""
+        """Open the log that an earlier writer left. No other writer may be alive."""
         self._directory = private_directory(directory)
         self._began_s = began_s
         self.num_broken = 0
-        """Files that did not verify."""
+        """Number of files that did not match their checksums."""
         remove_partials(directory)
-        self._left: dict[str, list[Path]] = defaultdict(list)
-        for file in sorted(directory.glob("[gs]*-*-*")):
-            self._left[file.name.rpartition("-")[0]].append(file)
+        self._checksums = read_checksums(directory)
+        for file in directory.iterdir():
+            if file.name not in self._checksums:
+                file.unlink()
+        replace_checksums(directory, self._checksums)
+        self._left = dict(self._checksums)
+        self._errors: list[Exception] = []
+        self._writing = threading.Lock()
+        self._queue: queue.Queue[_File | None] = queue.Queue(_MOST_QUEUED)
+        self._thread = threading.Thread(target=self._work, name="batch-log", daemon=True)
+        self._thread.start()
 
     def put(self, position: int, group: Group) -> None:
-        """Keep a finished group."""
+        """Queue a finished group for writing."""
+        self._queue.put(_File(name=_group_file(position), encode=partial(self._encoded, group)))
+
+    def put_taken(self, step: int, taken: Taken) -> None:
+        """Queue the record of a step for writing."""
+        self._queue.put(_File(name=f"step-{step:08d}.json", encode=lambda: json.dumps(asdict(taken)).encode()))
+
+    def flush(self) -> list[Exception]:
+        """Wait until everything queued is written; return the errors since the last call."""
+        self._queue.join()
+        errors, self._errors = self._errors, []
+        return errors
+
+    def close(self) -> None:
+        """Write everything queued and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def group(self, position: int, prompt: Prompt) -> Group | None:
+        """Return the group at this position from an earlier writer, or None. `prompt` is the prompt now at this
+        position; raise ValueError if the group has another one, because the data must have changed."""
+        content = self._read(_group_file(position))
+        return None if content is None else self._group(content, prompt)
+
+    def taken(self) -> dict[int, Taken]:
+        """Return the records of earlier writers by step."""
+        found: dict[int, Taken] = {}
+        for name in [name for name in self._left if name.startswith("step-")]:
+            content = self._read(name)
+            try:
+                if content is not None:
+                    found[_number(name)] = Taken(**json.loads(content))
+            except (TypeError, ValueError):  # written by another version
+                self.num_broken += 1
+        return found
+
+    def forget(self, *, step: int, num_opened: int, still_open: Collection[int]) -> None:
+        """Remove what a checkpoint of this step covers: its steps, and those of the first `num_opened` groups that are
+        not open."""
+
+        def covered(name: str) -> bool:
+            number = _number(name)
+            if name.startswith("group-"):
+                return number < num_opened and number not in still_open
+            return number <= step
+
+        with self._writing:
+            names = [name for name in self._checksums if covered(name)]
+            for name in names:
+                del self._checksums[name]
+            replace_checksums(self._directory, self._checksums)
+        for name in names:
+            (self._directory / name).unlink(missing_ok=True)
+
+    def _work(self) -> None:
+        while True:
+            files = [self._queue.get()]
+            with suppress(queue.Empty):
+                while True:
+                    files.append(self._queue.get_nowait())
+            try:
+                self._write([file for file in files if file is not None])
+            except Exception as error:  # noqa: BLE001  `flush` returns it to the run
+                self._errors.append(error)
+            for _ in files:
+                self._queue.task_done()
+            if None in files:
+                return
+
+    def _write(self, files: Sequence[_File]) -> None:
+        """Write files without waiting for the disk: after a power failure, missing groups are sampled again."""
+        with self._writing:
+            written: dict[str, str] = {}
+            for file in files:
+                content = file.encode()
+                try:
+                    _write_private(self._directory / file.name, content)
+                except OSError as error:
+                    self._errors.append(error)
+                else:
+                    written[file.name] = sha256_of([content])
+            append_checksums(self._directory, written)
+            self._checksums |= written
+
+    def _read(self, name: str) -> bytes | None:
+        file = self._directory / name
+        if name not in self._left or not file.exists():
+            return None
+        content = file.read_bytes()
+        if sha256_of([content]) == self._left[name]:
+            return content
+        self.num_broken += 1
+        return None
+
+    def _encoded(self, group: Group) -> bytes:
         rollouts = group.rollouts
         tensors = {
             "prompt_ids": group.prompt.token_ids,
@@ -64,64 +186,15 @@ class BatchLog:
             "logp": np.concatenate([rollout.logp for rollout in rollouts]),
             "lengths": np.array([len(rollout.token_ids) for rollout in rollouts], np.int64),
         }
-        scalars = [{name: getattr(rollout, name) for name in _SCALARS} for rollout in rollouts]
-        for row in scalars:
-            row |= {name: row[name] - self._began_s for name in _TIMES}
-        metadata = {"group_id": str(group.group_id), "prompt": group.prompt.id, "rollouts": json.dumps(scalars)}
-        self._write(f"group-{position:08d}", ".safetensors", save(tensors, metadata))
-
-    def group(self, position: int, prompt: Prompt) -> Group | None:
-        """A group that an earlier writer has left, or None. `prompt` is the one at this position, drawn again; a group
-        of another one raises ValueError, because the data must have changed."""
-        content = self._read(f"group-{position:08d}", ".safetensors")
-        return None if content is None else self._group(content, prompt)
-
-    def put_taken(self, step: int, taken: Taken) -> None:
-        self._write(f"step-{step:08d}", ".json", json.dumps(asdict(taken)).encode())
-
-    def taken(self) -> dict[int, Taken]:
-        """What each step took, as far as an earlier writer has left it."""
-        names = [name for name in self._left if name.startswith("step-")]
-        found: dict[int, Taken] = {}
-        for name in names:
-            content = self._read(name, ".json")
-            try:
-                if content is not None:
-                    found[int(name.removeprefix("step-"))] = Taken(**json.loads(content))
-            except (TypeError, ValueError):  # written by another version
-                self.num_broken += 1
-        return found
-
-    def forget(self, *, step: int, num_opened: int, still_open: Collection[int]) -> None:
-        """Remove what a checkpoint of this step covers: of the first `num_opened` groups all that are not open."""
-        for file in self._directory.glob("[gs]*-*-*"):
-            kind, number, _ = file.name.split("-")
-            covered = int(number) < num_opened and int(number) not in still_open
-            if covered if kind == "group" else int(number) <= step:
-                file.unlink(missing_ok=True)
-
-    def _write(self, name: str, suffix: str, content: bytes) -> None:
-        # No wait for the disk: what a power failure takes is sampled again.
-        file = self._directory / f"{name}-{sha256_of([content])}{suffix}"
-        with atomic_file(file, private=True) as partial:
-            partial.write_bytes(content)
-        for old in self._left.pop(name, ()):
-            if old != file:
-                old.unlink(missing_ok=True)
-
-    def _read(self, name: str, suffix: str) -> bytes | None:
-        for file in self._left.get(name, ()):
-            content = file.read_bytes()
-            if file.name == f"{name}-{sha256_of([content])}{suffix}":
-                return content
-            self.num_broken += 1
-            file.unlink(missing_ok=True)
-        return None
+        columns = {name: [getattr(rollout, name) for rollout in rollouts] for name in _SCALARS}
+        columns |= {name: [time_s - self._began_s for time_s in columns[name]] for name in _TIMES}
+        metadata = {"group_id": str(group.group_id), "prompt": group.prompt.id, "rollouts": json.dumps(columns)}
+        return save(tensors, metadata)
 
     def _group(self, content: bytes, prompt: Prompt) -> Group | None:
         try:
             tensors = load(content)
-            # The header's length stands in its first 8 bytes.
+            # The first 8 bytes are the length of the header.
             header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         except (SafetensorError, ValueError):  # written by another version
             self.num_broken += 1
@@ -129,19 +202,31 @@ class BatchLog:
         metadata: Mapping[str, str] = header["__metadata__"]
         if metadata["prompt"] != prompt.id or not np.array_equal(tensors["prompt_ids"], prompt.token_ids):
             raise ValueError(
-                f"data: prompt {prompt.id!r} stands where the log of this run has {metadata['prompt']!r} or other "
-                "tokens; a run can only go on with the data that it began with"
+                f"data: got prompt {prompt.id!r} where the log of this run has {metadata['prompt']!r} or other tokens; "
+                "must be the data that it began with because logged rollouts belong to its prompts"
             )
         ends = np.cumsum(tensors["lengths"])[:-1]
         tokens, logp = np.split(tensors["token_ids"], ends), np.split(tensors["logp"], ends)
+        columns: dict[str, list[Any]] = json.loads(metadata["rollouts"])
+        columns |= {name: [time_s + self._began_s for time_s in columns[name]] for name in _TIMES}
+        columns["version_spans"] = [tuple(map(tuple, spans)) for spans in columns["version_spans"]]
+        columns |= {"token_ids": tokens, "logp": logp}
         group_id = GroupId.parse(metadata["group_id"])
         rollouts = [
-            self._rollout(row | {"group_id": group_id}, prompt, tokens[index], logp[index])
-            for index, row in enumerate(json.loads(metadata["rollouts"]))
+            Rollout(group_id=group_id, prompt_ids=prompt.token_ids, **dict(zip(columns, row, strict=True)))
+            for row in zip(*columns.values(), strict=True)
         ]
         return Group(group_id=group_id, prompt=prompt, rollouts=tuple(rollouts))
 
-    def _rollout(self, row: dict[str, Any], prompt: Prompt, token_ids: Any, logp: Any) -> Rollout:
-        changed: dict[str, Any] = {name: row[name] + self._began_s for name in _TIMES}
-        changed["version_spans"] = tuple((version, num_tokens) for version, num_tokens in row["version_spans"])
-        return Rollout(**{**row, **changed}, prompt_ids=prompt.token_ids, token_ids=token_ids, logp=logp)
+
+def _group_file(position: int) -> str:
+    return f"group-{position:08d}.safetensors"
+
+
+def _number(name: str) -> int:
+    return int(name.partition(".")[0].rpartition("-")[2])
+
+
+def _write_private(file: Path, content: bytes) -> None:
+    with os.fdopen(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as stream:
+        stream.write(content)

@@ -67,7 +67,6 @@ async def train(
     """Run all steps, or those after the checkpoint that `recovery` found; the policy is saved under `save_to`."""
     recovery = recovery or Recovery(None, config)
     journal = Journal(recorder, step=recovery.step, elapsed_s=recovery.elapsed_s, decode=parts.decode)
-    recovery.begin(journal, parts.drafter)
     # A few requests wait inside the engine, so that a slot that falls free is filled without a round trip.
     in_flight = config.rollout.engine.max_num_seqs * 9 // 8 + 1
     fleet = Fleet(
@@ -78,8 +77,9 @@ async def train(
         on_progress=journal.progress,
         on_quarantine=journal.quarantined,
     )
-    async with parts.drafter.running(journal), parts.healer.running(journal), fleet, Scoring(parts.score) as scoring:
-        run = _Run(parts, config, journal, fleet, recovery, scoring, None if save_to is None else Path(save_to).parent)
+    run = _Run(parts, config, journal, fleet, recovery, None if save_to is None else Path(save_to).parent)
+    drafter, healer = parts.drafter.running(journal), parts.healer.running(journal)
+    async with recovery.running(journal, parts.drafter), drafter, healer, fleet, run.scoring:
         await run.begin()
         for step in range(recovery.step + 1, config.run.steps + 1):
             journal.begin_step(step)
@@ -104,21 +104,14 @@ class _Run:
     """What a run remembers from step to step: open groups and the policy version."""
 
     def __init__(
-        self,
-        parts: Parts,
-        config: Config,
-        journal: Journal,
-        fleet: Fleet,
-        recovery: Recovery,
-        scoring: Scoring,
-        save_to: Path | None,
+        self, parts: Parts, config: Config, journal: Journal, fleet: Fleet, recovery: Recovery, save_to: Path | None
     ) -> None:
         self.parts, self.config, self.journal, self.fleet, self.recovery = parts, config, journal, fleet, recovery
-        self.scoring = scoring
+        self.scoring = Scoring(parts.score)
         can_raise = parts.raise_precision is not None
         self.mismatch = MismatchMonitor(config, parts.learner, journal, can_raise=can_raise, save_to=save_to)
         self.version = 0
-        self.intake = Intake(parts.prompts, config, fleet, recovery, journal, scoring)
+        self.intake = Intake(parts.prompts, config, fleet, recovery, journal, self.scoring)
 
     def state(self) -> dict[str, Any]:
         """What the loop itself needs to go on after this step."""

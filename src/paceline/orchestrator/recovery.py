@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,9 @@ class Recovery:
             partial_path.chmod(metrics.stat().st_mode)
         return num_dropped
 
-    def begin(self, journal: Journal, drafter: OnlineDrafter) -> None:
-        """Open the log for a run whose clock the journal holds, and give drafter training its state back."""
+    @asynccontextmanager
+    async def running(self, journal: Journal, drafter: OnlineDrafter) -> AsyncIterator[None]:
+        """Restore drafter training and keep the log open; write what it has queued however the block ends."""
         self._journal = journal
         if self.tree is not None and self.path is not None:
             drafter.load_state(self.tree["drafter"], self.path / "drafter")
@@ -90,6 +91,11 @@ class Recovery:
             for taken in self.taken.values():
                 self._rewards |= zip(taken.groups, taken.rewards, strict=True)
             self._report_broken()
+        try:
+            yield
+        finally:
+            if self._log is not None:
+                self._log.close()
 
     def logged(self, position: int, prompt: Prompt) -> Group | None:
         """The group at this position of the prompts if an earlier driver has finished it."""
@@ -102,7 +108,7 @@ class Recovery:
     def keep(self, position: int, group: Group) -> None:
         """Log a group that has finished."""
         if self._log is not None:
-            self._attempt(lambda log: log.put(position, group))
+            self._log.put(position, group)
 
     def logged_rewards(self, position: int) -> list[float] | None:
         """Return the rewards of a logged group if an earlier driver has trained on it."""
@@ -111,15 +117,17 @@ class Recovery:
     def keep_taken(self, step: int, taken: Taken) -> None:
         """Log the groups of a step and their rewards."""
         if self._log is not None and taken != self.taken.get(step):
-            self._attempt(lambda log: log.put_taken(step, taken))
+            self._log.put_taken(step, taken)
 
     async def write(
         self, state: Callable[[], Mapping[str, Any]], learner: Learner, drafter: OnlineDrafter, *, last: bool
     ) -> None:
         """Write a checkpoint of the loop, the learner and the drafter if this step is to have one; `seal` gives it its
         name."""
-        if self._directory is None:
+        if self._log is None:
             return
+        for error in await asyncio.to_thread(self._log.flush):
+            self._failed(error)
         if last or self._journal.step % self._every == 0:
             with self._journal.stage("checkpoint"):
                 await self.finish()
@@ -172,9 +180,12 @@ class Recovery:
     async def _seal(self, written: ExitStack) -> None:
         try:
             await asyncio.to_thread(written.close)
+            await asyncio.to_thread(self._forget_covered)
         except OSError as error:
             self._failed(error)
-            return
+
+    def _forget_covered(self) -> None:
+        """Remove from the log what the oldest checkpoint covers."""
         assert self._store is not None and self._log is not None
         oldest = min(self._store.steps())
         if oldest in self._covered:  # else it is that of the next checkpoint
@@ -187,14 +198,9 @@ class Recovery:
             self._journal.event("broken_log_files", files=self._log.num_broken)
             self._log.num_broken = 0
 
-    def _attempt(self, write: Callable[[BatchLog], None]) -> None:
-        assert self._log is not None
-        try:
-            write(self._log)
-        except OSError as error:
-            self._failed(error)
-
     def _failed(self, error: Exception) -> None:
+        if not isinstance(error, (OSError, PacelineError)):
+            raise error
         if not self._num_failed:  # a full disk fails for every group of a batch
             self._journal.event("checkpoint_failed", why=str(error))
         self._num_failed += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -32,13 +33,16 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Selector that moves the clock to the next timer instead of sleeping."""
+    """Selector that moves the clock to the next timer instead of sleeping. The clock stops while threads work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
+        self.num_threads = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self.num_threads and timeout != 0:
+            return super().select()
         if timeout is None:
             raise RuntimeError("the simulation waits for something that will never happen")
         self.now_s += max(timeout, 0.0)
@@ -51,9 +55,23 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
         super().__init__(self._clock)
+        self._threads = ThreadPoolExecutor()
+        self.set_default_executor(self._threads)
 
     def time(self) -> float:
         return self._clock.now_s
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
+        future = super().run_in_executor(executor, func, *args)
+        self._clock.num_threads += 1
+        future.add_done_callback(self._thread_ended)
+        return future
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        self._threads.shutdown()
+
+    def _thread_ended(self, future: asyncio.Future[Any]) -> None:
+        self._clock.num_threads -= 1
 
 
 def run_virtual(work: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, float]:
