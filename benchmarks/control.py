@@ -1,7 +1,7 @@
-"""What the control plane costs per rollout, from 16 to 1,024 engines.
+"""Cost of the control plane per rollout, from 16 to 1,024 engines, with checkpoints and the log of groups.
 
-The real loop, fleet and ledger run with simulated engines on a virtual clock, so the wall time is bookkeeping alone
-(the simulated ends' own included: the figure is an upper bound). Arms are interleaved.
+The real loop, fleet, ledger and recovery run with simulated engines on a virtual clock, so the wall time is bookkeeping
+alone. It includes the simulated ends, so the figure is an upper bound. Arms are interleaved.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from paceline.measure import CpuTimes, Result, environment, middle, paired
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
+from paceline.orchestrator.recovery import Recovery
 from paceline.plan.simulate import (
     SimulatedEngine,
     SimulatedLearner,
@@ -94,7 +95,7 @@ def _microseconds_per_rollout(config: Config, num_engines: int) -> float:
                 heldout=[],
                 score=score_by_parity,
             )
-            await train(parts, config, recorder)
+            await train(parts, config, recorder, recovery=Recovery(Path(directory), config))
 
         began_s = time.perf_counter()
         run_virtual(work)

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -281,10 +282,12 @@ def _lose_position(checkpoint: Path, run: Path, step: int) -> None:
 
 
 def _lose_rewards(checkpoint: Path, run: Path, step: int) -> None:
-    """The log has rewards of other groups for the step that comes."""
+    """Log the groups of the next step with rewards of other groups."""
+    shutil.copytree(run.parent / "reference" / "batches", run / "batches")
     rewards = [[float(prompt == index) for index in range(4)] for prompt in range(4)]
     taken = Taken(groups=list(range(4 * (step - 1), 4 * step)), dropped=[], rewards=rewards)
-    BatchLog(run / "batches", began_s=0.0).put_taken(step, taken)
+    with closing(BatchLog(run / "batches", began_s=0.0)) as log:
+        log.put_taken(step, taken)
 
 
 def _lose_drafter(checkpoint: Path, run: Path, step: int) -> None:
