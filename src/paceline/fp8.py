@@ -5,10 +5,10 @@ Weights. vLLM's `fp8_per_block` quantises while it loads. For each block of 128 
     scale = max(largest |w|, 1e-4) / 448          code = E4M3(w * (1 / scale))
 
 where E4M3 rounds to the nearest of 256 codes (4 bits of exponent, 3 of mantissa, largest value 448), ties to even. The
-product with a reciprocal matters: a division would round some weights to the neighbouring code. `quantise_blocks` returns
-the same bits, so fingerprints of both can be compared. The layout is the worker's: engines stack projections with the
-same input, so a block may span two of them; tensor-parallel workers split a layer first, and blocks start at the
-beginning of each part (`Sharding`). Embeddings, norms, biases, the output head and routers keep their precision.
+product with a reciprocal matters: a division would round some weights to the neighbouring code. `quantise_blocks`
+returns the same bits, so fingerprints of both can be compared. The layout is the worker's: engines stack projections
+with the same input, so a block may span two of them; tensor-parallel workers split a layer first, and blocks start at
+the beginning of each part (`Sharding`). Embeddings, norms, biases, the output head and routers keep their precision.
 
 KV cache. Keys and values are stored as E4M3(x / scale), with one scale per layer for keys and one for values. Below
 448 * scale the error is relative (3 bits). Larger values saturate, and values far below underflow.
