@@ -35,7 +35,7 @@ from paceline.plan.simulate import (
     score_by_parity,
     simulated_prompts,
 )
-from paceline.types import Engine, Receipt, Rollout, Sample
+from paceline.types import Receipt, Rollout, Sample
 
 SETTINGS = [
     "run.steps=6",
@@ -200,14 +200,15 @@ class WireRestarter:
     wire: DrafterWire
     make: Callable[[str], SpeculatingEngine]
 
-    async def beat(self, engine: Engine) -> None:
-        await engine.pause()
+    async def beat(self, name: str) -> None:
+        await self.members.newest(place_of(name)).pause()
 
-    async def start(self, name: str) -> Engine:
+    async def start(self, name: str) -> None:
         await asyncio.sleep(1)
-        return self.make(name)
+        self.members.register(self.make(name))
 
-    async def catch_up(self, engine: Engine) -> Receipt:
+    async def catch_up(self, name: str) -> Receipt:
+        engine = self.members.newest(place_of(name))
         assert isinstance(engine, SpeculatingEngine)
         engine.policy_version = self.wire.engines[0].policy_version
         engine.accepts = False

@@ -15,8 +15,8 @@ from paceline.config import load_config
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.healing import Healing
 from paceline.orchestrator.loop import Parts, train
-from paceline.orchestrator.medic import BEAT_S, SILENT_S
-from paceline.orchestrator.members import Members
+from paceline.orchestrator.members import Members, place_of
+from paceline.orchestrator.supervision import BEAT_S, SILENT_S
 from paceline.plan.simulate import (
     SimulatedEngine,
     SimulatedLearner,
@@ -26,7 +26,7 @@ from paceline.plan.simulate import (
     score_by_parity,
     simulated_prompts,
 )
-from paceline.types import Engine, EngineLostError, PacelineError, Receipt, Rollout, RolloutRequest, Sample
+from paceline.types import EngineLostError, PacelineError, Receipt, Rollout, RolloutRequest, Sample
 
 SETTINGS = [
     "run.steps=40",
@@ -78,22 +78,27 @@ class SimulatedCluster(SimulatedSender):
         self.engines = [engine for engine in self.engines if self.members.is_alive(engine.name)]
         return await super().send(version)
 
-    async def beat(self, engine: Engine) -> None:
-        assert isinstance(engine, MortalEngine)
+    def newest(self, name: str) -> MortalEngine:
+        engine = self.members.newest(place_of(name))
+        assert isinstance(engine, MortalEngine) and engine.name == name
+        return engine
+
+    async def beat(self, name: str) -> None:
+        engine = self.newest(name)
         if engine.dead:
             raise EngineLostError(engine.name, "its process ended")
         if engine.freeze_at_s is not None and asyncio.get_running_loop().time() >= engine.freeze_at_s:
             await asyncio.Event().wait()
 
-    async def start(self, name: str) -> Engine:
+    async def start(self, name: str) -> None:
         await asyncio.sleep(START_S)
         self.started.append(name)
         if self.start_fails(name):
             raise EngineLostError(name, "did not start")
-        return self.make(name)
+        self.members.register(self.make(name))
 
-    async def catch_up(self, engine: Engine) -> Receipt:
-        assert isinstance(engine, MortalEngine)
+    async def catch_up(self, name: str) -> Receipt:
+        engine = self.newest(name)
         error = "w: refused" if self.refuses(engine.name) else None
         if error is None:
             engine.policy_version = self.version

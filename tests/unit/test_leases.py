@@ -24,7 +24,7 @@ def reachable() -> set[tuple[LeaseState, bool]]:
         seen.add(found)
         for event in Event:
             slot = Slot(state=found[0], has_work=found[1])
-            slot.on(event, slot.lease)
+            slot.fire(event)
             waiting.append((slot.state, slot.has_work))
     return seen
 
@@ -49,7 +49,7 @@ def test_an_engine_with_work_gets_back_by_the_answers_of_its_own_process(state: 
     if state is LeaseState.LOST:
         return
     slot = Slot(state=state, has_work=has_work)
-    slot.on(Event.WORK)
+    slot.fire(Event.WORK)
     answers = {
         LeaseState.DOZING: Event.SLEPT,
         LeaseState.ROUSED: Event.SLEPT,
@@ -59,7 +59,7 @@ def test_an_engine_with_work_gets_back_by_the_answers_of_its_own_process(state: 
     for _ in range(4):
         if slot.state is LeaseState.BUSY:
             break
-        slot.on(answers[slot.state], slot.lease)
+        slot.fire(answers[slot.state])
     assert slot.state is LeaseState.BUSY and slot.has_work
 
 
@@ -68,17 +68,17 @@ def test_an_engine_is_awake_for_the_weights_that_follow_a_phase(state: LeaseStat
     if state is LeaseState.LOST:
         return
     slot = Slot(state=state, has_work=has_work)
-    slot.on(Event.PHASE_END)
+    slot.fire(Event.PHASE_END)
     answers = {LeaseState.ROUSED: Event.SLEPT, LeaseState.WAKING: Event.AWAKE, LeaseState.RECALLED: Event.STOPPED}
     while slot.state in answers:
-        slot.on(answers[slot.state], slot.lease)
+        slot.fire(answers[slot.state])
     assert slot.state is (LeaseState.BUSY if has_work else LeaseState.IDLE)
 
 
 @pytest.mark.parametrize(("state", "has_work"), sorted(reachable(), key=str))
 def test_a_crash_of_the_worker_costs_a_lease_and_never_a_rollout(state: LeaseState, has_work: bool) -> None:
     slot = Slot(state=state, has_work=has_work)
-    actions = slot.on(Event.CRASHED)
+    actions = slot.fire(Event.CRASHED)
     assert slot.has_work == has_work and (slot.state is LeaseState.LOST) == (state is LeaseState.LOST)
     assert (Action.REPLACE in actions) == (state is not LeaseState.LOST)
     assert set(actions) <= {Action.REPLACE, Action.WAKE}, "nothing else is done to an engine whose worker died"
@@ -101,7 +101,7 @@ def test_an_engine_is_told_to_sleep_and_to_wake_in_turns_on_every_path() -> None
                 continue  # an engine answers what it was asked
             if (
                 (event is Event.STOPPED and state is not LeaseState.RECALLED)
-                or (event is Event.TIME_UP and state not in TIMED)
+                or (event is Event.TIMEOUT and state not in TIMED)
                 or event is Event.LOST
             ):
                 continue
@@ -112,7 +112,7 @@ def test_an_engine_is_told_to_sleep_and_to_wake_in_turns_on_every_path() -> None
             now_engine = {Event.SLEPT: asleep, Event.AWAKE: awake}.get(event, engine)
             now_held = held and event not in (Event.STOPPED, Event.CRASHED)
             slot = Slot(state=state, has_work=has_work)
-            for action in slot.on(event, slot.lease):
+            for action in slot.fire(event):
                 match action:
                     case Action.SLEEP:
                         assert now_engine == awake and not now_held
@@ -138,21 +138,25 @@ def test_an_engine_is_told_to_sleep_and_to_wake_in_turns_on_every_path() -> None
 def test_a_lost_engine_takes_its_worker_along_and_stays_lost_until_another_takes_its_place() -> None:
     for state in set(LeaseState) - {LeaseState.LOST}:
         slot = Slot(state=state)
-        assert slot.on(Event.LOST) == (Action.KILL,)
+        assert slot.fire(Event.LOST) == (Action.KILL,)
         for event in set(Event) - {Event.JOINED}:
-            assert slot.on(event, slot.lease) == () and slot.state is LeaseState.LOST
-        slot.on(Event.LOST)
-        assert slot.on(Event.JOINED) == (Action.REPLACE,) and slot.state is LeaseState.IDLE, "rollouts of the lost one"
+            assert slot.fire(event) == () and slot.state is LeaseState.LOST
+        slot.fire(Event.LOST)
+        assert slot.fire(Event.JOINED) == (Action.REPLACE,) and slot.state is LeaseState.IDLE, (
+            "rollouts of the lost one"
+        )
 
 
 def test_a_word_from_an_earlier_lease_is_not_heard() -> None:
     """STOPPED, held up on its way while the worker died, would wake the engine beside the next worker."""
-    slot = Slot(state=LeaseState.DOZING, lease=3)
-    slot.on(Event.SLEPT)
+    leases = Leases(["a"], CONFIG)
+    slot = leases._machines["a"]
+    slot.state, slot.lease = LeaseState.DOZING, 3
+    leases.on("a", Event.SLEPT, 0.0)
     assert (slot.state, slot.lease) == (LeaseState.LEASED, 4)
-    slot.on(Event.WORK)
-    assert slot.on(Event.STOPPED, 3) == () and slot.state is LeaseState.RECALLED
-    assert slot.on(Event.STOPPED, 4) == (Action.WAKE,)
+    leases.on("a", Event.WORK, 0.0)
+    assert leases.on("a", Event.STOPPED, 0.0, lease=3) == [] and slot.state is LeaseState.RECALLED
+    assert leases.on("a", Event.STOPPED, 0.0, lease=4) == [("a", Action.WAKE)]
 
 
 def leased(engines: tuple[str, ...] = ("a",), now_s: float = 0.0) -> Leases:
@@ -240,7 +244,7 @@ def test_leases_that_are_hardly_worth_it_are_rare() -> None:
 
 def test_whoever_waits_for_leases_gets_them_however_long_they_take() -> None:
     """Inline training waits for its slices: without a lease it would wait in vain."""
-    leases = Leases(["a"], CONFIG, choosy=False)
+    leases = Leases(["a"], CONFIG, skip_short=False)
     assert all(idle_time(leases, 10.0 * step, 0.2, way_s=0.2) for step in range(10))
 
 

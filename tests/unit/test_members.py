@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.orchestrator.members import Members, life_name, place_of
+from paceline.orchestrator.members import Members, incarnation_name, place_of
 from paceline.plan.simulate import SimulatedEngine
 
 
@@ -71,5 +71,5 @@ def test_there_is_hope_while_a_lost_engine_may_come_back(members: Members) -> No
 
 
 def test_names_of_lives() -> None:
-    assert [life_name("engine-3", life) for life in (1, 2)] == ["engine-3", "engine-3#2"]
+    assert [incarnation_name("engine-3", life) for life in (1, 2)] == ["engine-3", "engine-3#2"]
     assert {place_of(name) for name in ("engine-3", "engine-3#2", "engine-3#12")} == {"engine-3"}

@@ -47,7 +47,7 @@ from paceline.orchestrator.drafter_training import OnlineDrafterTraining
 from paceline.orchestrator.healing import Healing
 from paceline.orchestrator.members import Members, place_of
 from paceline.orchestrator.online_drafter import Off, OnlineDrafter
-from paceline.types import Engine, PacelineError, Receipt
+from paceline.types import PacelineError, Receipt
 
 _ABANDON_DEADLINE_S = 1.0
 """An interrupted run does not wait for farewells; what has not said one by then is killed."""
@@ -81,14 +81,14 @@ class Cluster:
         """The present or last engine of every place."""
         return list(self._room.engines.values())
 
-    async def beat(self, engine: Engine) -> None:
-        await self._room.engines[place_of(engine.name)].heartbeat()
+    async def beat(self, name: str) -> None:
+        await self._room.engines[place_of(name)].heartbeat()
 
-    async def start(self, name: str) -> Engine:
-        return await self._room.start_again(name)
+    async def start(self, name: str) -> None:
+        self.members.register(await self._room.start_again(name))
 
-    async def catch_up(self, engine: Engine) -> Receipt:
-        return await self.sender.catch_up(self._room.engines[place_of(engine.name)])
+    async def catch_up(self, name: str) -> Receipt:
+        return await self.sender.catch_up(self._room.engines[place_of(name)])
 
     async def raise_precision(self, config: EngineConfig, raised: bool) -> None:
         """Start every engine again, in full precision or as configured. One that does not come back refuses the push

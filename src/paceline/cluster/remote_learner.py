@@ -26,8 +26,8 @@ from paceline.config import Config, CorrectionConfig, EngineConfig, LearnerConfi
 from paceline.devices import Transport
 from paceline.files import final_path
 from paceline.learner.hidden_states import HiddenStateWriterSettings
-from paceline.orchestrator.medic import STEADY_S
 from paceline.orchestrator.store import verify
+from paceline.orchestrator.supervision import STEADY_S
 from paceline.types import DeviceKind, Floats, LearnerLostError, PacelineError, Sample
 from paceline.weights.distributed import GroupAddress
 from paceline.weights.message import Push

@@ -59,7 +59,7 @@ class OnlineDrafterTraining:
         self._config = config
         self._apart = frozenset(apart)
         self._switch = switch or NoSwitch()
-        self._slots = Slots(members, trainers, config.lease, choosy=config.mode == "idle")
+        self._slots = Slots(members, trainers, config.lease, skip_short=config.mode == "idle")
         self._drift = DriftMonitor(config.drift)
         self._lost = LostDrafter()
         self._judged = 0

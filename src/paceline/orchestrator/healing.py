@@ -1,11 +1,11 @@
-"""Engines that are lost come back: heartbeats find them, and a new one takes the place of each.
+"""Replace lost engines: heartbeats find them, and a restarted engine joins once it has the policy.
 
-    engines ── heartbeats ──▶ Medic (medic.py) ──orders──▶ restarter: start a process in the same place, catch up
-    members ── lost, joined ──▶   ▲                                │
-                                  └───── what came of them, and the clock
+    engines ── heartbeats ──▶ EngineSupervisor (supervision.py) ──▶ restarter: start in the same place, catch up
+    members ── lost, joined ──▶   ▲                                     │
+                                  └───────── results, and the clock ────┘
 
-The run goes on meanwhile. A new engine has no rollouts before it has the present policy with fingerprints that match:
-it joins in the same moment.
+The run continues meanwhile. A new engine gets rollouts only when it holds the current policy with matching
+fingerprints, which is the moment in which it joins.
 """
 
 from __future__ import annotations
@@ -16,69 +16,66 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import Protocol
 
 from paceline.orchestrator.journal import Journal
-from paceline.orchestrator.medic import BEAT_S, Medic, Sign, Treatment, TreatmentOrder
-from paceline.orchestrator.members import Members, life_name, place_of
+from paceline.orchestrator.members import Members, incarnation_name, place_of
+from paceline.orchestrator.supervision import BEAT_S, EngineSupervisor, HealthEvent, RecoveryAction, RecoveryOrder
 from paceline.types import Engine, EngineLostError, Receipt
 
 _TICK_S = 1.0
 
 
 class Restarter(Protocol):
-    """Starts engines, and hears whether they live."""
+    """Start engines and ask them for heartbeats."""
 
-    async def beat(self, engine: Engine) -> None:
-        """Return when the engine shows that it lives, and raise EngineLostError when it does not; no deadline."""
+    async def beat(self, name: str) -> None:
+        """Return when the engine shows that it is alive; raise EngineLostError if it is not. No deadline."""
         ...
 
-    async def start(self, name: str) -> Engine:
-        """Start an engine under this name, in its place; raises EngineLostError if it does not start."""
+    async def start(self, name: str) -> None:
+        """Start an engine with this name in its place and register it; raise EngineLostError if it does not start."""
         ...
 
-    async def catch_up(self, engine: Engine) -> Receipt:
-        """Give the policy that the members have to an engine, which joins them if it holds it."""
+    async def catch_up(self, name: str) -> Receipt:
+        """Send the current policy to a registered engine, which joins the members if it holds it."""
         ...
 
 
 class Healer(Protocol):
-    """What the loop knows of this."""
+    """Healing as the loop sees it."""
 
     def running(self, journal: Journal) -> AbstractAsyncContextManager[None]:
-        """Heal engines for as long as the context lasts."""
+        """Heal engines inside the context."""
         ...
 
 
 class NoHealing:
-    """An engine that is lost stays lost."""
+    """Lost engines stay lost."""
 
     def running(self, journal: Journal) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
 
 class Healing:
-    """Healer for one run. `running` is its lifetime."""
+    """Healer for one run."""
 
     def __init__(self, members: Members, restarter: Restarter, *, max_restarts: int) -> None:
         self._members = members
         self._restarter = restarter
-        self._medic = Medic(members.names, max_restarts=max_restarts)
-        self._new: dict[str, Engine] = {}
-        """Engines that have started and not joined, by place."""
+        self._supervisor = EngineSupervisor(members.places, max_restarts=max_restarts)
         self._tasks: set[asyncio.Task[None]] = set()
         self._clock_s = 0.0
-        """Time in which this process could hear a heartbeat: what it has slept through itself says nothing about
-        engines."""
+        """Time in which this process could hear a heartbeat. While it is suspended itself, silence means nothing."""
         self._running = False
-        members.on_lost(lambda name, why: self._sign(name, Sign.DIED))
+        members.on_lost(lambda name, why: self._on(name, HealthEvent.DIED))
         members.on_joined(self._joined)
 
     @asynccontextmanager
     async def running(self, journal: Journal) -> AsyncIterator[None]:
         self._journal = journal
         self._members.healed = self._running = True
-        self._medic.begin(self._clock_s)
+        self._supervisor.begin(self._clock_s)
         self._spawn(self._keep_time())
-        for engine in self._members.engines:
-            self._spawn(self._watch(engine))
+        for name in self._members.names:
+            self._spawn(self._watch(name))
         try:
             yield
         finally:
@@ -90,22 +87,20 @@ class Healing:
     def _joined(self, engine: Engine) -> None:
         if not self._running:
             return
-        place = place_of(engine.name)
-        self._new.pop(place, None)
-        self._sign(engine.name, Sign.JOINED)
-        self._journal.engine_healed(engine.name, self._medic.healing_s(place))
-        self._spawn(self._watch(engine))
+        self._on(engine.name, HealthEvent.JOINED)
+        self._journal.engine_healed(engine.name, self._supervisor.downtime_s(place_of(engine.name)))
+        self._spawn(self._watch(engine.name))
 
-    async def _watch(self, engine: Engine) -> None:
-        while self._members.is_alive(engine.name):
+    async def _watch(self, name: str) -> None:
+        while self._members.is_alive(name):
             try:
-                await self._restarter.beat(engine)
+                await self._restarter.beat(name)
             except EngineLostError as lost:
-                self._members.lose(engine.name, lost.why)
-            except Exception as error:  # noqa: BLE001  an event, and an engine of which nobody knows whether it lives
-                self._members.lose(engine.name, f"its heartbeat failed: {error!r}")
+                self._members.lose(name, lost.why)
+            except Exception as error:  # noqa: BLE001  recorded; the engine may be dead
+                self._members.lose(name, f"its heartbeat failed: {error!r}")
             else:
-                self._sign(engine.name, Sign.BEAT)
+                self._on(name, HealthEvent.BEAT)
                 await asyncio.sleep(BEAT_S)
 
     async def _keep_time(self) -> None:
@@ -115,52 +110,50 @@ class Healing:
             now_s = _now_s()
             self._clock_s += min(now_s - last_s, 2 * _TICK_S)
             last_s = now_s
-            self._treat(self._medic.due(self._clock_s))
+            self._carry_out(self._supervisor.due(self._clock_s))
 
-    def _sign(self, name: str, sign: Sign) -> None:
+    def _on(self, name: str, event: HealthEvent) -> None:
         if self._running:
-            self._treat(self._medic.on(place_of(name), sign, self._clock_s))
+            self._carry_out(self._supervisor.on(place_of(name), event, self._clock_s))
 
-    def _treat(self, orders: list[TreatmentOrder]) -> None:
-        for place, treatment in orders:
-            name = life_name(place, self._medic.life(place))
-            match treatment:
-                case Treatment.LOSE:
+    def _carry_out(self, orders: list[RecoveryOrder]) -> None:
+        for place, action in orders:
+            name = incarnation_name(place, self._supervisor.incarnation(place))
+            match action:
+                case RecoveryAction.LOSE:
                     self._members.lose(name, "does not answer its heartbeat")
-                case Treatment.START:
+                case RecoveryAction.START:
                     self._spawn(self._start(name))
-                case Treatment.CATCH_UP:
+                case RecoveryAction.CATCH_UP:
                     self._spawn(self._catch_up(name))
-                case Treatment.GIVE_UP:
+                case RecoveryAction.GIVE_UP:
                     self._journal.event("engine_given_up", engine=name)
                     self._members.give_up(place)
 
     async def _start(self, name: str) -> None:
         self._journal.event("engine_restarting", engine=name)
         try:
-            self._new[place_of(name)] = await self._restarter.start(name)
-        except Exception as error:  # noqa: BLE001  an event; the medic decides whether it is tried again
+            await self._restarter.start(name)
+        except Exception as error:  # noqa: BLE001  recorded; the supervisor decides about another start
             self._failed(name, error)
         else:
-            self._sign(name, Sign.STARTED)
+            self._on(name, HealthEvent.STARTED)
 
     async def _catch_up(self, name: str) -> None:
-        engine = self._new[place_of(name)]
         try:
-            receipt = await self._restarter.catch_up(engine)
+            receipt = await self._restarter.catch_up(name)
             if receipt.ok:
                 return  # it has joined
             raise EngineLostError(name, receipt.error or f"fingerprints differ: {', '.join(receipt.mismatched[:3])}")
         except Exception as error:  # noqa: BLE001  as above
-            with suppress(Exception):  # it is not used in either case, and its place was asked for by nobody else
-                await engine.close()
+            with suppress(Exception):  # the engine is unused either way
+                await self._members.newest(place_of(name)).close()
             self._failed(name, error)
 
     def _failed(self, name: str, error: Exception) -> None:
-        self._new.pop(place_of(name), None)
         why = error.why if isinstance(error, EngineLostError) else repr(error)
         self._journal.event("engine_restart_failed", engine=name, why=why)
-        self._sign(name, Sign.FAILED)
+        self._on(name, HealthEvent.FAILED)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,13 +1,12 @@
-"""Who is alive: the engines of a run, each life of one under a name of its own. Pure logic.
+"""The registry of a run's engines. Every restart gets a new incarnation name.
 
-    join(engine-0) ──▶ alive ──lose(engine-0, why)──▶ lost ──if engines are healed──▶ awaited ──give_up(engine-0)
-                         ▲                                                               │
-                         └───────────────────────── join(engine-0#2) ────────────────────┘
+    register(engine-0) ──▶ join ──▶ alive ──lose──▶ lost ──if engines are healed──▶ awaited ──give_up──▶ gone
+                             ▲                                                         │
+                             └─────────────── register(engine-0#2) ◀───────────────────┘
 
-Listeners are told of every loss and of every join once. Fleet, weight sender and drafter training ask this one object,
-so an engine that one of them finds dead is dead for all of them. A place is where an engine runs: `engine-0`, which is
-also the name of the first engine there. The next one is `engine-0#2`: no name is used twice, so news, rollouts and
-receipts of an earlier life are never taken for those of a later one.
+Fleet, weight sender, healing and drafter training share this registry, so an engine that one of them loses is lost for
+all. A place is where an engine runs: `engine-0`, which is also the name of its first engine. The next incarnation is
+`engine-0#2`. Names are unique, so late events, rollouts and receipts of one incarnation never count for another.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from collections.abc import Callable, Sequence
 from paceline.types import Engine
 
 LostListener = Callable[[str, str], None]
-"""Is called with the engine's name and why it was lost."""
+"""Called with the engine's name and the reason of the loss."""
 JoinListener = Callable[[Engine], None]
 
 
 def place_of(name: str) -> str:
-    """The place of an engine."""
     return name.partition("#")[0]
 
 
-def life_name(place: str, life: int) -> str:
-    """Name of the engine that is the nth in its place; the first has the place's."""
-    return place if life == 1 else f"{place}#{life}"
+def incarnation_name(place: str, number: int) -> str:
+    """Return the name of the place's nth engine."""
+    return place if number == 1 else f"{place}#{number}"
 
 
 class Members:
-    """The engines of one run. Listeners are called in the order in which they were added."""
+    """Engines of one run. Listeners are called in the order in which they were added."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine] = ()) -> None:
+        self._newest: dict[str, Engine] = {}
         self._alive: dict[str, Engine] = {}
         self._names: set[str] = set()
         self._awaited: set[str] = set()
@@ -42,13 +41,13 @@ class Members:
         self._join_listeners: list[JoinListener] = []
         self._hopeless_listeners: list[Callable[[], None]] = []
         self.healed = False
-        """Somebody starts another engine where one was lost."""
+        """Lost engines are replaced."""
         for engine in engines:
             self.join(engine)
 
     @property
     def engines(self) -> list[Engine]:
-        """Engines that are alive, in the order in which they joined."""
+        """Live engines in the order in which they joined."""
         return list(self._alive.values())
 
     @property
@@ -56,18 +55,33 @@ class Members:
         return list(self._alive)
 
     @property
+    def places(self) -> list[str]:
+        return list(self._newest)
+
+    @property
     def hopeless(self) -> bool:
-        """No engine is alive, and none will be."""
+        """Whether no engine is alive and none is awaited."""
         return not self._alive and not self._awaited
+
+    def newest(self, place: str) -> Engine:
+        """Return the last registered engine of a place, which may be lost or not have joined yet."""
+        return self._newest[place]
 
     def is_alive(self, name: str) -> bool:
         return name in self._alive
 
-    def join(self, engine: Engine) -> None:
-        """Add an engine, under a name that no engine had before."""
-        assert engine.name not in self._names, f"engine {engine.name} has joined before; names are unique"
+    def register(self, engine: Engine) -> None:
+        """Note an engine that is about to start."""
+        assert engine.name not in self._names, f"engine {engine.name} was registered before; names are unique"
         assert place_of(engine.name) not in map(place_of, self._alive), f"the place of {engine.name} is taken"
         self._names.add(engine.name)
+        self._newest[place_of(engine.name)] = engine
+
+    def join(self, engine: Engine) -> None:
+        """Use an engine from now on."""
+        if self._newest.get(place_of(engine.name)) is not engine:
+            self.register(engine)
+        assert engine.name not in self._alive, f"engine {engine.name} has joined before"
         self._awaited.discard(place_of(engine.name))
         self._alive[engine.name] = engine
         for listener in self._join_listeners:
@@ -86,7 +100,7 @@ class Members:
         self._hopeless_listeners.append(listener)
 
     def lose(self, name: str, why: str) -> bool:
-        """Stop using an engine; False if it was lost already."""
+        """Stop using an engine; return False if it was lost before."""
         if name not in self._alive:
             return False
         del self._alive[name]
@@ -97,7 +111,7 @@ class Members:
         return True
 
     def give_up(self, place: str) -> None:
-        """Nobody will start another engine in this place."""
+        """Expect no further engine in this place."""
         self._awaited.discard(place)
         if self.hopeless:
             for listener in self._hopeless_listeners:

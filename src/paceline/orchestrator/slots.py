@@ -1,13 +1,12 @@
-"""Leases carried out: idle engines sleep while trainers use their devices, and wake when they have work.
+"""Carry out leases: idle engines sleep while trainers use their devices, and wake when they get work.
 
     fleet ── on_work, on_drained ──▶ Leases (leases.py) ──orders──▶ engines: sleep, wake   trainers: lease, recall, kill
     drafter training ── open, recall ──┘      ▲                                                  │
-                                              └──────────── what came of them, and the clock ────┘
+                                              └──────────────── results, and the clock ──────────┘
 
-A slot is an engine's device together with the engine and the trainer that take turns on it; it has the name of the
-engine's place (members.py), and an engine that takes the place of a lost one takes its slot. Whatever fails here is
-counted. A failure of a trainer costs its training; an engine that fails to sleep, to stop its trainer or to wake is
-lost, because nobody knows what it does, and rollouts that wait for it would wait for ever.
+A slot is an engine's device, with the engine and the trainer that share it. Its name is the engine's place
+(members.py), so a restarted engine inherits the slot. All failures are counted. A failed trainer costs its training. An
+engine that fails to sleep, to stop its trainer or to wake is lost, because rollouts would wait for it forever.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from paceline.orchestrator.members import Members, place_of
 from paceline.types import Engine, EngineLostError
 
 _MAX_CRASHES = 3
-"""Crashes in a row of one slot's trainers without a round closed in between; a new process will not help after that."""
+"""Consecutive crashes of one slot's trainers without a closed round; after these, a new process does not help."""
 _WAKE_DEADLINE_S = 300.0
-"""An engine that has not come back from sleep or from its trainer by then is lost; every call on the way to it has a
-shorter deadline of its own."""
+"""An engine that takes longer to return from sleep or from its trainer is lost. Each call on the way has a shorter
+deadline."""
 _AWAKE = frozenset({LeaseState.BUSY, LeaseState.IDLE, LeaseState.LOST})
 _UNLEASED = frozenset(LeaseState) - {LeaseState.LEASED, LeaseState.RECALLED}
 _SPANS = {
@@ -40,46 +39,44 @@ _SPANS = {
 }
 
 Span = tuple[str, str, float, float]
-"""Engine, use of its slot, begin and end."""
+"""Engine, use of its slot, start and end."""
 
 
 class Trainer(Protocol):
-    """The training process beside one engine. Calls raise EngineLostError when the slot is gone, engine and all."""
+    """The training process beside one engine. Calls raise EngineLostError if the engine is gone."""
 
     async def start(self, *, awaited: bool) -> None:
-        """Make a new process. One that is awaited could train when this returns, or has ended; another one runs in its
-        leases only, from its first instruction on."""
+        """Create a new process. If `awaited`, wait until it can train or has ended; otherwise it runs during leases
+        only."""
         ...
 
     async def lease(self) -> float:
-        """Let it run; returns the CPU seconds that it has used since its last lease."""
+        """Resume it; return the CPU seconds used since its last lease."""
         ...
 
     async def recall(self) -> None:
-        """Stop it in the middle of what it does; it goes on there in its next lease."""
+        """Suspend it until its next lease."""
         ...
 
     async def kill(self) -> None: ...
 
     async def ended(self) -> str:
-        """Wait for its end; says how it ended."""
+        """Wait for its end and return the reason."""
         ...
 
 
 class Slots:
-    """All slots of a run. `running` is their lifetime."""
+    """All slots of a run."""
 
     def __init__(
-        self, members: Members, trainers: Sequence[Trainer], config: LeaseConfig, *, choosy: bool = True
+        self, members: Members, trainers: Sequence[Trainer], config: LeaseConfig, *, skip_short: bool = True
     ) -> None:
         self._members = members
-        self._engines = {place_of(engine.name): engine for engine in members.engines}
-        """The present or last engine of each slot."""
-        self._trainers = dict(zip(self._engines, trainers, strict=True))
-        self._leases = Leases(list(self._engines), config, choosy=choosy)
-        self._crashes = dict.fromkeys(self._engines, 0)
+        self._trainers = dict(zip(members.places, trainers, strict=True))
+        self._leases = Leases(members.places, config, skip_short=skip_short)
+        self._crashes = dict.fromkeys(self._trainers, 0)
         self.failures = Failures(lambda what, error: self._journal.event("slot_failed", during=what, why=repr(error)))
-        """Errors that nobody foresaw, since the run began."""
+        """Unexpected errors since the run began."""
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._spans: list[Span] = []
@@ -89,8 +86,8 @@ class Slots:
 
     @property
     def names(self) -> list[str]:
-        """Names of all slots, those of lost engines as well."""
-        return list(self._engines)
+        """Return all slots, including those of lost engines."""
+        return list(self._trainers)
 
     @property
     def account(self) -> Account:
@@ -98,12 +95,12 @@ class Slots:
 
     @asynccontextmanager
     async def running(self, journal: Journal) -> AsyncIterator[None]:
-        """Start the trainers, keep the leases' time, and end the trainers."""
+        """Run the trainers and the leases' timers inside the context."""
         self._journal = journal
-        self._span_began = dict.fromkeys(self._engines, ("idle", _now_s()))
+        self._span_began = dict.fromkeys(self._trainers, ("idle", _now_s()))
         self._spawn(self._keep_time())
-        # Before the run begins: in it, a trainer starts in its leases.
-        await asyncio.gather(*(self._start(engine, awaited=True) for engine in self._engines))
+        # During the run, trainers start in their leases.
+        await asyncio.gather(*(self._start(slot, awaited=True) for slot in self._trainers))
         try:
             yield
         finally:
@@ -123,13 +120,13 @@ class Slots:
         await self._until(place_of(engine), _AWAKE)
 
     async def _until(self, slot: str, states: Collection[LeaseState]) -> None:
-        name = self._engines[slot].name
+        name = self._members.newest(slot).name
         try:
             async with asyncio.timeout(_WAKE_DEADLINE_S):
                 while self._leases.state(slot) not in states:
                     await self._changed.wait()
         except TimeoutError:
-            why = f"was not awake {_WAKE_DEADLINE_S:.0f} s after it was called back from drafter training"
+            why = f"was not awake {_WAKE_DEADLINE_S:.0f} s after its recall from drafter training"
             self._members.lose(name, why)
 
     async def leased(self, engine: str) -> None:
@@ -140,12 +137,12 @@ class Slots:
             await self._changed.wait()
 
     def open(self, *, training_wanted: bool) -> None:
-        """From now on slots without rollouts may be leased."""
+        """Allow leases of slots without rollouts."""
         self._carry_out_all(self._leases.announce(now_s=_now_s(), phase_open=True, training_wanted=training_wanted))
 
     async def recall(self, engines: Sequence[str], *, awake: bool) -> None:
-        """End the leases of these engines; returns when none of their trainers runs, or when all of them are
-        `awake`."""
+        """End the leases of these engines, and wait until their trainers have stopped or, if `awake`, until they are
+        awake."""
         began_s = _now_s()
         self._carry_out_all(self._leases.announce(now_s=began_s, phase_open=False, engines=engines))
         for engine in engines:
@@ -153,19 +150,18 @@ class Slots:
         self.account.stall_s += _now_s() - began_s
 
     def forgive_crashes(self) -> None:
-        """Training works: crashes so far do not count against a slot any more."""
-        self._crashes = dict.fromkeys(self._engines, 0)
+        """Forget crashes so far, because training works."""
+        self._crashes = dict.fromkeys(self._trainers, 0)
 
     def take_spans(self) -> list[Span]:
-        """What each slot was used for since the last call."""
-        for engine in self._engines:
-            self._cut_span(engine)
+        """Return the use of each slot since the last call."""
+        for slot in self._trainers:
+            self._cut_span(slot)
         spans, self._spans = self._spans, []
         return spans
 
     def _joined(self, engine: Engine) -> None:
         slot = place_of(engine.name)
-        self._engines[slot] = engine
         self._crashes[slot] = 0
         self._event(slot, Event.JOINED)
 
@@ -173,22 +169,22 @@ class Slots:
         self._carry_out_all(self._leases.on(engine, event, _now_s(), lease=lease))
 
     def _event_of(self, member: Engine, event: Event) -> None:
-        """An event that means nothing once another engine has the slot."""
+        """Handle an event of an engine, unless another engine has its slot by now."""
         slot = place_of(member.name)
-        if self._engines[slot] is member:
+        if self._members.newest(slot) is member:
             self._event(slot, event)
 
     def _carry_out_all(self, orders: Sequence[Order]) -> None:
-        for engine in self._engines:
-            if self._span_began[engine][0] != _SPANS.get(self._leases.state(engine), "idle"):
-                self._cut_span(engine)
-        for engine, action in orders:
-            self._spawn(self._carry_out(engine, action))
+        for slot in self._trainers:
+            if self._span_began[slot][0] != _SPANS.get(self._leases.state(slot), "idle"):
+                self._cut_span(slot)
+        for slot, action in orders:
+            self._spawn(self._carry_out(slot, action))
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _carry_out(self, engine: str, action: Action) -> None:
-        trainer, lease, member = self._trainers[engine], self._leases.lease(engine), self._engines[engine]
+    async def _carry_out(self, slot: str, action: Action) -> None:
+        trainer, lease, member = self._trainers[slot], self._leases.lease(slot), self._members.newest(slot)
         try:
             match action:
                 case Action.SLEEP:
@@ -198,12 +194,12 @@ class Slots:
                     await member.wake()
                     self._event_of(member, Event.AWAKE)
                 case Action.REPLACE:
-                    await self._replace(engine)
+                    await self._replace(slot)
                 case Action.LEASE:
                     self.account.unleased_cpu_s += await trainer.lease()
                 case Action.RECALL:
                     await trainer.recall()
-                    self._event(engine, Event.STOPPED, lease=lease)
+                    self._event(slot, Event.STOPPED, lease=lease)
                 case Action.KILL:
                     await trainer.kill()
         except EngineLostError as lost:
@@ -213,39 +209,39 @@ class Slots:
             if action in (Action.SLEEP, Action.RECALL, Action.WAKE):
                 self._members.lose(member.name, f"{action.name.lower()} failed: {error!r}")
 
-    async def _start(self, engine: str, *, awaited: bool) -> None:
-        """Give the slot a trainer, whose end, whenever it comes, is looked after."""
-        member = self._engines[engine]
+    async def _start(self, slot: str, *, awaited: bool) -> None:
+        """Start a trainer and watch for its end."""
+        member = self._members.newest(slot)
         try:
-            await self._trainers[engine].start(awaited=awaited)
-            self._spawn(self._await_end(engine))
+            await self._trainers[slot].start(awaited=awaited)
+            self._spawn(self._await_end(slot))
         except EngineLostError as lost:
             self._members.lose(member.name, lost.why)
         except Exception as error:  # noqa: BLE001  counted; the slot has no trainer
             self.failures.note("start", error)
-            self._leases.retire(engine)
+            self._leases.retire(slot)
 
-    async def _replace(self, engine: str) -> None:
-        self._crashes[engine] += 1
-        if self._crashes[engine] <= _MAX_CRASHES:
-            await self._start(engine, awaited=False)
+    async def _replace(self, slot: str) -> None:
+        self._crashes[slot] += 1
+        if self._crashes[slot] <= _MAX_CRASHES:
+            await self._start(slot, awaited=False)
         else:
-            self._journal.event("trainer_given_up", engine=engine, crashes=self._crashes[engine])
-            self._leases.retire(engine)
+            self._journal.event("trainer_given_up", engine=slot, crashes=self._crashes[slot])
+            self._leases.retire(slot)
 
-    async def _await_end(self, engine: str) -> None:
-        member = self._engines[engine]
+    async def _await_end(self, slot: str) -> None:
+        member = self._members.newest(slot)
         try:
-            why = await self._trainers[engine].ended()
+            why = await self._trainers[slot].ended()
         except EngineLostError as lost:
             self._members.lose(member.name, lost.why)
             return
         except Exception as error:  # noqa: BLE001  counted; a trainer that cannot be watched is replaced
             self.failures.note("watch", error)
             why = repr(error)
-        if self._engines[engine] is member:
-            self._journal.event("trainer_lost", engine=engine, why=why)
-            self._event(engine, Event.CRASHED)
+        if self._members.newest(slot) is member:
+            self._journal.event("trainer_lost", engine=slot, why=why)
+            self._event(slot, Event.CRASHED)
 
     async def _keep_time(self) -> None:
         while True:
@@ -254,7 +250,7 @@ class Slots:
                 await asyncio.wait_for(changed.wait(), None if due_s is None else max(0.0, due_s - _now_s()))
             except TimeoutError:
                 assert due_s is not None
-                # A clock may stand a rounding error before what it was to wait for.
+                # The clock may be a rounding error short of the deadline.
                 self._carry_out_all(self._leases.due(max(_now_s(), due_s)))
 
     def _cut_span(self, engine: str) -> None:
