@@ -1,57 +1,54 @@
-"""Decides when to train the drafter, when to publish the result, and when a published drafter is lost. Pure logic.
+"""Decide when to train the drafter, when to publish the result, and when a published drafter is lost.
 
-RL moves the policy away from its drafter, but not always: a frozen drafter can hold for dozens of steps. So training
-follows what is measured. Accepted length `alpha` is compared with a baseline that follows a rise at once and a fall
-slowly. The shortfall from the baseline is the drift, which training might win back; an update may also win more than
-was ever there, as the last one did. The time of a rollout phase goes as 1 / alpha, so a relative gain g of alpha is
-worth
+The accepted length `alpha` is compared with a baseline that follows rises at once and falls slowly. The shortfall is
+the drift, which training may recover. The time of a rollout phase is proportional to 1 / alpha, so a relative gain g
+saves
 
     expected_gain_s = generation_s x g / (1 + g) x horizon_steps
 
-and an update is made when that exceeds its cost: on idle engines that of publishing, inline that of training as well.
-An untrained drafter gains less than noise at first, so a few rounds of it must gain nothing before it is left alone.
+and the drafter is updated when that exceeds the cost: publishing on idle engines, publishing and training inline. An
+untrained drafter gains less than noise at first, so its training continues through a few such rounds.
 
     observe (every step) ──▶ decide ──▶ training ──▶ judge on the held-out slice ──▶ published or not ──▶ note_update
                                                                 │
-                                                 sync ──▶ LostDrafter.observe ──▶ go on, push again, speculation off
+                                                 sync ──▶ LostDrafter.observe ──▶ nothing, push again, speculation off
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from typing import Any
 
 from paceline.config import DriftConfig
 
 RECENT = 0.4
-"""Weight of the newest step in the smoothed accepted length: steps differ by their prompts."""
+"""Weight of the newest step in the smoothed accepted length. Steps differ by their prompts."""
 _FORGET = 0.05
-"""Share of a fall by which the baseline follows in one step."""
+"""Share of a fall that the baseline follows per step."""
 _LOST_SHARE = 0.1
-"""Share of the expected acceptance below which a drafter is lost. Drift does not fall this low: a policy that has moved
-far still agrees with its drafter on easy tokens."""
+"""Share of the expected acceptance below which a drafter is lost. Drift stays above it, since even a policy that has
+moved far agrees with its drafter on easy tokens."""
 _MIN_EXPECTED = 0.2
-"""Accepted drafts per verification below which a drafter is untrained, and so cannot be a lost one."""
+"""Accepted drafts per verification below which a drafter is untrained, and cannot be lost."""
 _PATIENCE = 3
-"""Rounds in a row that an untrained drafter may change by less than noise and still be trained on."""
+"""Consecutive rounds in which an untrained drafter may change by less than noise before training stops."""
 _MIN_VERIFICATIONS = 200
-"""Verifications before the alarm may ring. At 0.2 independently accepted drafts per verification, fewer than a tenth of
-200 x 0.2 come by chance once in 10^11 times."""
-
-_FOLLOWED = ("recent", "baseline", "generation_s", "last_gain", "cost_s", "num_idle")
+"""Verifications before an alarm. With 0.2 independently accepted drafts per verification, fewer than a tenth of
+200 x 0.2 occur by chance with probability 1e-11."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingDecision:
-    """Whether to train, with the figures that decided."""
+    """Decision to train, with its figures."""
 
     train: bool
     why: str
     accepted_length: float
     baseline: float
     drift: float
-    """Relative: 0.1 is a tenth below the baseline."""
+    """0.1 is 10 % below the baseline."""
     expected_gain_s: float
     cost_s: float
 
@@ -65,90 +62,101 @@ class TrainingDecision:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftState:
+    """State of a DriftMonitor in checkpoints."""
+
+    recent: float | None = None
+    """Smoothed accepted length."""
+    baseline: float = 0.0
+    generation_s: float = 0.0
+    last_gain: float | None = None
+    cost_s: float = 0.0
+    num_idle: int = 0
+    """Consecutive rounds in which an untrained drafter changed by less than noise."""
+
+
 class DriftMonitor:
-    """Follows acceptance and updates of one run."""
+    """Acceptance and updates of one run."""
 
     def __init__(self, config: DriftConfig) -> None:
         self._config = config
-        self._recent: float | None = None
-        self._baseline = 0.0
-        self._generation_s = 0.0
-        self._last_gain: float | None = None
-        self._cost_s = 0.0
-        self._num_idle = 0
-        """Rounds in a row in which an untrained drafter changed by less than noise."""
+        self._state = DriftState()
 
-    def state(self) -> dict[str, float | None]:
-        return {name: getattr(self, f"_{name}") for name in _FOLLOWED}
+    def state(self) -> dict[str, Any]:
+        return asdict(self._state)
 
-    def restore(self, state: Mapping[str, float | None]) -> None:
-        for name in _FOLLOWED:
-            setattr(self, f"_{name}", state[name])
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._state = DriftState(**state)
 
     def observe(self, accepted_length: float, generation_s: float) -> None:
-        """Take in one RL step's accepted length and the time of its rollout phase; steps without speculation are left
-        out."""
-        known = self._recent is not None
-        self._recent = (
-            accepted_length if self._recent is None else self._recent + RECENT * (accepted_length - self._recent)
+        """Add one RL step with speculation: its accepted length, and the time of its rollout phase."""
+        state = self._state
+        if state.recent is not None:
+            accepted_length = state.recent + RECENT * (accepted_length - state.recent)
+            generation_s = state.generation_s + RECENT * (generation_s - state.generation_s)
+        self._state = replace(
+            state,
+            recent=accepted_length,
+            generation_s=generation_s,
+            baseline=max(accepted_length, state.baseline + _FORGET * (accepted_length - state.baseline)),
         )
-        self._generation_s = (
-            self._generation_s + RECENT * (generation_s - self._generation_s) if known else generation_s
-        )
-        self._baseline = max(self._recent, self._baseline + _FORGET * (self._recent - self._baseline))
 
     def note_update(self, verdict: Verdict, cost_s: float) -> None:
-        """Take in what an update gained on the held-out slice and what it cost.
+        """Add an update's gain on the held-out slice, and its cost.
 
-        An update that gained nothing makes the present acceptance the baseline: it has fallen for a reason that
-        training does not mend, such as harder prompts. Training is tried again when acceptance falls further."""
-        self._last_gain = max(0.0, verdict.gain)
-        self._cost_s = cost_s
+        An update without gain resets the baseline to the current acceptance, which has fallen for a reason that
+        training cannot fix, such as harder prompts. Training resumes when acceptance falls further."""
+        state = self._state
         idle = abs(verdict.gain) <= self._config.noise and verdict.before < 1 + _MIN_EXPECTED
-        self._num_idle = self._num_idle + 1 if idle else 0
-        if not verdict.publish and self._recent is not None:
-            self._baseline = self._recent
+        self._state = replace(
+            state,
+            last_gain=max(0.0, verdict.gain),
+            cost_s=cost_s,
+            num_idle=state.num_idle + 1 if idle else 0,
+            baseline=state.baseline if verdict.publish or state.recent is None else state.recent,
+        )
 
     def decide(self) -> TrainingDecision:
-        recent = self._recent
-        if recent is None:
+        state = self._state
+        if state.recent is None:
             return self._decision(False, "nothing measured yet", 0.0, 0.0)
-        drift = max(0.0, 1 - recent / self._baseline)
-        if self._last_gain is None:
-            return self._decision(True, "what training brings is not known yet", drift, drift)
+        drift = max(0.0, 1 - state.recent / state.baseline)
+        if state.last_gain is None:
+            return self._decision(True, "the gain of training is unknown", drift, drift)
         # Back to the baseline is a rise by drift / (1 - drift).
-        gain = max(drift / (1 - drift), self._last_gain)
-        if 0 < self._num_idle <= _PATIENCE:
+        gain = max(drift / (1 - drift), state.last_gain)
+        if 0 < state.num_idle <= _PATIENCE:
             return self._decision(True, "untrained drafters learn little at first", drift, gain)
         if gain <= self._config.noise:
             return self._decision(False, "acceptance holds", drift, gain)
-        worth = self.worth_s(gain) > self._cost_s
+        worth = self.worth_s(gain) > state.cost_s
         return self._decision(worth, "gain exceeds cost" if worth else "cost exceeds gain", drift, gain)
 
     def worth_s(self, gain: float) -> float:
-        """Seconds that a relative gain of accepted length saves over the horizon."""
-        return self._generation_s * gain / (1 + gain) * self._config.horizon_steps
+        """Return the seconds that a relative gain of accepted length saves over the horizon."""
+        return self._state.generation_s * gain / (1 + gain) * self._config.horizon_steps
 
     def _decision(self, train: bool, why: str, drift: float, gain: float) -> TrainingDecision:
         return TrainingDecision(
             train=train,
             why=why,
-            accepted_length=self._recent or 0.0,
-            baseline=self._baseline,
+            accepted_length=self._state.recent or 0.0,
+            baseline=self._state.baseline,
             drift=drift,
             expected_gain_s=self.worth_s(gain),
-            cost_s=self._cost_s,
+            cost_s=self._state.cost_s,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether a trained drafter replaces the one in the engines."""
+    """Decision to publish a trained drafter."""
 
     publish: bool
     why: str
     before: float
-    """Accepted length of the published drafter on the held-out slice."""
+    """Accepted length of the published drafter on held-out documents."""
     after: float
     """Accepted length of the candidate on the same documents."""
 
@@ -166,9 +174,9 @@ class Verdict:
 
 
 def judge(*, before: float, after: float, num_tokens: int, config: DriftConfig) -> Verdict:
-    """Compare accepted lengths of the published drafter and of a candidate on the same held-out documents.
+    """Publish the candidate if it is better on the held-out documents by more than noise.
 
-    The candidate is published if it is better by more than noise; with too few tokens or a NaN the published one stays.
+    With too few tokens or a NaN the published drafter stays.
     """
     if num_tokens * 4 < config.heldout_tokens:
         return Verdict(publish=False, why=f"only {num_tokens} held-out tokens", before=before, after=after)
@@ -182,54 +190,54 @@ class Remedy(Enum):
     SPECULATION_OFF = "speculation off"
 
 
-class LostDrafter:
-    """Alarm for a drafter whose weights did not arrive: speculation then goes on, accepts nothing and only costs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceState:
+    """State of a LostDrafter in checkpoints."""
 
-    After a sync the engines' accepted length is compared with what it should be: what the held-out slice promised for a
-    new drafter, and otherwise what it was when it was last seen well. If nearly nothing is accepted, the drafter is
-    pushed again; if the next look finds it no better, speculation is switched off. Syncs in between do not start this
-    over."""
+    expected: float = 0.0
+    """Accepted drafts per verification."""
+    pushed_again: bool = False
+
+
+class LostDrafter:
+    """Alarm for a drafter that accepts nothing because its weights did not arrive.
+
+    After a sync, the engines' accepted length is compared with the expected one: from the held-out slice for a new
+    drafter, otherwise from the last good observation. If nearly nothing is accepted, the drafter is pushed again. If
+    the next observation is no better, speculation is switched off. Syncs in between do not restart this."""
 
     def __init__(self) -> None:
-        self._expected = 0.0
-        self._pushed_again = False
+        self._state = AcceptanceState()
         self._num_verifications = 0
         self._num_accepted = 0
-        self.num_alarms = 0
 
-    def state(self) -> dict[str, float]:
-        """What a new driver of the run must know; counts since the last sync start anew."""
-        return {"expected": self._expected, "pushed_again": self._pushed_again, "num_alarms": self.num_alarms}
+    def state(self) -> dict[str, Any]:
+        """Return the state without the counts since the last sync."""
+        return asdict(self._state)
 
-    def restore(self, state: Mapping[str, float]) -> None:
-        self._expected = state["expected"]
-        self._pushed_again = bool(state["pushed_again"])
-        self.num_alarms = int(state["num_alarms"])
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._state = AcceptanceState(**state)
 
     def synced(self, promised: float | None = None) -> None:
-        """Note that policy or drafter was pushed; either can part them. `promised` is a new drafter's accepted
-        length."""
+        """Note a push of policy or drafter; `promised` is a new drafter's accepted length."""
         if promised is not None:
-            self._expected = promised - 1
+            self._state = replace(self._state, expected=promised - 1)
         self._reset()
 
     def observe(self, *, num_verifications: int, num_accepted: int) -> Remedy:
-        """Take in the counts of all engines since the last call, and return what to do."""
+        """Add the counts of all engines since the last call, and return the remedy."""
         self._num_verifications += num_verifications
         self._num_accepted += num_accepted
         if self._num_verifications < _MIN_VERIFICATIONS:
             return Remedy.NONE
         accepted = self._num_accepted / self._num_verifications
         self._reset()
-        if self._expected < _MIN_EXPECTED or accepted >= _LOST_SHARE * self._expected:
-            self._expected = accepted
-            self._pushed_again = False
+        state = self._state
+        if state.expected < _MIN_EXPECTED or accepted >= _LOST_SHARE * state.expected:
+            self._state = replace(state, expected=accepted, pushed_again=False)
             return Remedy.NONE
-        self.num_alarms += 1
-        if self._pushed_again:
-            return Remedy.SPECULATION_OFF
-        self._pushed_again = True
-        return Remedy.PUSH_AGAIN
+        self._state = replace(state, pushed_again=True)
+        return Remedy.SPECULATION_OFF if state.pushed_again else Remedy.PUSH_AGAIN
 
     def _reset(self) -> None:
         self._num_verifications = self._num_accepted = 0

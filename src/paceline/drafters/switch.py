@@ -1,34 +1,34 @@
-"""Decides when engines that draft from history are started again with the drafter that the run trains. Pure logic.
+"""Decide when to restart engines that draft from history with the drafter that the run trains.
 
-A run without a learned drafter drafts from history while it trains one from nothing. The two are compared by the tokens
-that an engine gets for the time of one pass of the policy:
+A run without a learned drafter drafts from history while it trains one. Both are compared by tokens per time of one
+forward pass of the policy:
 
-    history   tokens / passes, of the last steps' rollouts; a lookup costs next to nothing
-    learned   the most that any draft length k gives: (1 + a + ... + a^k) / (1 + what k drafts cost)
+    history   tokens / passes in the rollouts of the last steps; a lookup costs next to nothing
+    learned   the best of all draft lengths k: (1 + a + ... + a^k) / (1 + cost of k drafts)
 
-where `a` follows from the drafter's accepted length on the held-out slice. A pass costs what it reads: a drafter's pass
-has the share of the policy's that its weights have, which is not measured. Over the steps that are left a switch saves
+where `a` follows from the drafter's accepted length on the held-out slice. The cost of a pass is proportional to the
+weights that it reads; it is not measured. Over the remaining steps a switch saves
 
     gain_s = generation_s x (1 - history / learned) x steps_left
 
-and it pays if that is more than two starts of an engine, as they were measured in this run: the switch is one, and a
-drafter that no engine starts with costs another one back.
+It pays if that exceeds two measured engine starts: the switch takes one, and returning from a drafter that fails to
+start takes another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from paceline.drafters.drift import RECENT
 
 _STARTS = 2
-_FOLLOWED = ("history", "generation_s", "promised")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchDecision:
-    """Whether to switch, with the figures that decided."""
+    """Decision to switch, with its figures."""
 
     switch: bool
     why: str
@@ -42,8 +42,8 @@ class SwitchDecision:
 def decide_switch(
     *, history: float | None, learned: float | None, generation_s: float, steps_left: int, start_s: float
 ) -> SwitchDecision:
-    """`history` and `learned` are tokens for the time of a pass, None before they are known; `start_s` is the time of
-    an engine's start."""
+    """Decide on a switch. `history` and `learned` are tokens per time of a pass, None while unknown; `start_s` is the
+    time of an engine start."""
     cost_s = _STARTS * start_s
     if history is None or learned is None:
         return SwitchDecision(switch=False, why="nothing measured yet", cost_s=cost_s)
@@ -56,8 +56,11 @@ def decide_switch(
 
 
 def best_rate(accepted_length: float, costs_K: Sequence[float]) -> float:
-    """Tokens for the time of a pass at the best draft length. `accepted_length` is that of the largest, and `costs_K`
-    the time of 0, 1, ... drafts in passes of the policy. Every draft is taken to be accepted as often as the others."""
+    """Return the tokens per time of a pass at the best draft length.
+
+    `accepted_length` is measured at the longest draft length, and all drafts are assumed to be accepted equally often.
+    `costs_K` is the time of 0, 1, ... drafts in passes of the policy.
+    """
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -69,45 +72,54 @@ def _tokens(acceptance: float, k: int) -> float:
     return sum(acceptance**j for j in range(k + 1))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchState:
+    """State of a SwitchMonitor in checkpoints."""
+
+    history: float | None = None
+    """Smoothed tokens per pass of drafting from history."""
+    generation_s: float = 0.0
+    promised: float | None = None
+    """Accepted length of the published drafter on the held-out slice."""
+
+
 class SwitchMonitor:
-    """Follows what history gives and what the trained drafter promises, in one run."""
+    """Drafting from history and from the trained drafter in one run."""
 
     def __init__(self, costs_K: Sequence[float]) -> None:
         self._costs_K = costs_K
-        self._history: float | None = None
-        self._generation_s = 0.0
-        self._promised: float | None = None
+        self._state = SwitchState()
 
     @property
     def promised(self) -> float | None:
-        """Accepted length of the published drafter on the held-out slice."""
-        return self._promised
+        return self._state.promised
 
-    def state(self) -> dict[str, float | None]:
-        return {name: getattr(self, f"_{name}") for name in _FOLLOWED}
+    def state(self) -> dict[str, Any]:
+        return asdict(self._state)
 
-    def restore(self, state: Mapping[str, float | None]) -> None:
-        for name in _FOLLOWED:
-            setattr(self, f"_{name}", state[name])
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._state = SwitchState(**state)
 
     def observe(self, *, num_tokens: int, num_accepted: int, generation_s: float) -> None:
-        """Take in the rollouts of one step that engines drafted for from history, and the time of their phase."""
+        """Add the rollouts of one step that were drafted from history, and the time of their phase."""
         if num_tokens <= num_accepted:
             return
-        rate = num_tokens / (num_tokens - num_accepted)
-        first = self._history is None
-        self._history = rate if self._history is None else self._history + RECENT * (rate - self._history)
-        self._generation_s += (generation_s - self._generation_s) * (1.0 if first else RECENT)
+        rate, state = num_tokens / (num_tokens - num_accepted), self._state
+        if state.history is not None:
+            rate = state.history + RECENT * (rate - state.history)
+            generation_s = state.generation_s + RECENT * (generation_s - state.generation_s)
+        self._state = replace(state, history=rate, generation_s=generation_s)
 
     def promise(self, accepted_length: float) -> None:
-        """Take in what the held-out slice says of the published drafter now."""
-        self._promised = accepted_length
+        """Note the published drafter's accepted length on the held-out slice."""
+        self._state = replace(self._state, promised=accepted_length)
 
     def decide(self, *, steps_left: int, start_s: float) -> SwitchDecision:
+        promised = self._state.promised
         return decide_switch(
-            history=self._history,
-            learned=None if self._promised is None else best_rate(self._promised, self._costs_K),
-            generation_s=self._generation_s,
+            history=self._state.history,
+            learned=None if promised is None else best_rate(promised, self._costs_K),
+            generation_s=self._state.generation_s,
             steps_left=steps_left,
             start_s=start_s,
         )

@@ -4,8 +4,8 @@
                              ▲                                                         │
                              └─────────────── register(engine-0#2) ◀───────────────────┘
 
-Fleet, weight sender, healing and drafter training share this registry, so an engine that one of them loses is lost for
-all. A place is where an engine runs: `engine-0`, which is also the name of its first engine. The next incarnation is
+Fleet, weight sender, healing and drafter training share this registry, so an engine is lost for all of them at once. A
+place is where an engine runs: `engine-0`, which is also the name of its first engine. The next incarnation is
 `engine-0#2`. Names are unique, so late events, rollouts and receipts of one incarnation never count for another.
 """
 
@@ -60,7 +60,7 @@ class Members:
 
     @property
     def hopeless(self) -> bool:
-        """Whether no engine is alive and none is awaited."""
+        """No engine is alive, and none is awaited."""
         return not self._alive and not self._awaited
 
     def newest(self, place: str) -> Engine:
