@@ -197,8 +197,8 @@ class _Fp8Bench:
         began_s = time.perf_counter()
         rollouts = await generate_on_all(self._engines, requests)
         samples = [Sample.of(rollout, 1.0 if rollout.group_id.number % 2 else -1.0) for rollout in rollouts]
-        await asyncio.to_thread(self._learner.logp, samples)
-        await asyncio.to_thread(self._learner.update, samples)
+        await asyncio.to_thread(self._learner.score, samples)
+        await asyncio.to_thread(self._learner.apply, samples)
         update_s = time.perf_counter()
         await asyncio.to_thread(self._learner.calibrate, samples, version)
         calibrated_s = time.perf_counter()
@@ -291,7 +291,7 @@ async def _scales(model_path: Path, seed: int, context: Context, rounds: int = 3
                     Sample.of(rollout, 1.0 if rollout.group_id.number % 2 else -1.0)
                     for rollout in rollouts[:_TRAINED_ON]
                 ]
-                learner.update(samples)
+                learner.apply(samples)
                 learner.calibrate(samples, version)
                 fresh = requests[_PROMPTS * version : _PROMPTS * (version + 1)]
                 await push(engine, learner, sender, version)

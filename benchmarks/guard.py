@@ -249,7 +249,7 @@ def make_pools(model_path: Path, task: Task, size: int, seed: int, context: Cont
         engine = _load(model_path)
         first = _sample(engine, task, _ROLLOUTS // 2, seed)
         for _ in range(_STALE_UPDATES):  # the policy moves on, so that there is something to be stale against
-            learner.update(first)
+            learner.apply(first)
         current = dict(learner.weights(torch.float32))
         pools = {}
         for name in ("bf16", "fp8", *(name for name in FAULTS if name != "nan")):
@@ -258,7 +258,7 @@ def make_pools(model_path: Path, task: Task, size: int, seed: int, context: Cont
             num = size if name in ("bf16", "fp8") else size // 2
             with _saturating(engine) if name == "kv-scales" else _as_it_is():
                 samples = _sample(engine, task, num, seed + 1)
-            pools[name] = Pool(samples=samples, learner_logp=learner.logp(samples).logp)
+            pools[name] = Pool(samples=samples, learner_logp=learner.score(samples).logp)
             k3 = _k3({name: pools[name]})[name]
             context.progress(f"{name}: {num} rollouts, k3 {k3:.1e} ({perf_counter() - began_s:.0f} s)")
     finally:

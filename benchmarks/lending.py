@@ -35,7 +35,7 @@ import numpy as np
 from paceline.arena.prompts import arena_task
 from paceline.arena.task import reward as arena_reward
 from paceline.cluster.placement import Cluster, start_cluster
-from paceline.config import Config, load_config
+from paceline.config import Config, CorrectionConfig, load_config
 from paceline.context import Context
 from paceline.measure import Goal, middle
 from paceline.metrics import JsonlSink, Recorder, read_metrics
@@ -45,7 +45,7 @@ from paceline.orchestrator.rewards import Score, scorer
 from paceline.orchestrator.task import Task
 from paceline.sessions.train import load_tokenizer, with_drafter
 from paceline.sessions.workloads import resolve_policy
-from paceline.types import Floats, Learner, Prompt, Sample
+from paceline.types import Learner, Prompt, Sample, Scores
 
 DOCUMENTED = [
     "speculation.drafter.kind=eagle3",
@@ -214,9 +214,11 @@ class _HoldingLearner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._learner, name)
 
-    async def logp(self, samples: Sequence[Sample], *, correction: Any = None) -> Sequence[Floats]:
-        # Without a correction in either, so that the update costs the same in both.
-        return await (self._learner.logp if self._turns.trains_now else self._learner.logp_again)(samples)
+    async def score(
+        self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None, hand_over: bool = False
+    ) -> Scores:
+        # Without a correction, so that every update costs the same.
+        return await self._learner.score(samples, hand_over=hand_over and self._turns.trains_now)
 
 
 def _twice(prompts: Iterator[Prompt], size: int) -> Iterator[Prompt]:

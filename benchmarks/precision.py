@@ -250,7 +250,7 @@ async def push(
 
 def sampled_k3(learner: FsdpLearner, rollouts: Sequence[Rollout]) -> float:
     """Estimate of KL(engine || learner) on what the engine sampled."""
-    scores = learner.logp([Sample.of(rollout, 0.0) for rollout in rollouts]).logp
+    scores = learner.score([Sample.of(rollout, 0.0) for rollout in rollouts]).logp
     gap = mismatch(np.concatenate([rollout.logp for rollout in rollouts]), np.concatenate(scores))
     return gap.k3_sum / gap.count
 

@@ -26,9 +26,10 @@ PACKAGE = ROOT / "src" / "paceline"
 # Imports point down this list; units on one row do not know each other.
 ROWS = (
     ("paceline",),
+    ("config",),
     ("types",),
     ("files", "context", "fp8", "devices"),
-    ("config", "assets"),
+    ("assets",),
     ("metrics", "console", "measure"),
     ("selector", "drafters", "weights", "sinks"),
     ("rollout", "learner"),

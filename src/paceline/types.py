@@ -15,6 +15,8 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from paceline.config import CorrectionConfig
+
 Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 VersionSpans = tuple[tuple[int, int], ...]
@@ -227,6 +229,24 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PendingGradients:
+    """Gradients of the last scored samples, which the learner holds until `apply` or `discard`."""
+
+    id: int
+    correction: CorrectionConfig
+    """Correction of the samples that the gradients were computed with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    """Scores of samples under the current policy."""
+
+    logp: Sequence[Floats]
+    """Log-probabilities of each sample's response tokens."""
+    pending: PendingGradients | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
     """What one engine answered to one push."""
 
@@ -310,21 +330,31 @@ class Engine(Protocol):
 
 
 class Learner(Protocol):
-    """The process group that updates the policy."""
+    """The process group that updates the policy.
 
-    async def logp(self, samples: Sequence[Sample], *, correction: Any = None) -> Sequence[Floats]:
-        """Log-probabilities of each sample's response tokens under the current policy. `correction` is the
-        CorrectionConfig by which the samples will be corrected if they are trained on next: the learner may do on the
-        way what it can of that update."""
+    One step: `score`, then `apply` or `discard`.
+    """
+
+    async def score(
+        self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None, hand_over: bool = False
+    ) -> Scores:
+        """Score samples under the current policy.
+
+        With `correction`, also compute the gradients of the samples that it corrects, in the same pass, if an update
+        is one optimizer step. With `hand_over`, also write hidden states of some samples for drafter training.
+        """
         ...
 
-    async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        """The same for a few samples, without handing anything over to drafter training. They are padded differently
-        in a smaller batch; by how much the result differs is the learner's own noise."""
+    async def apply(self, samples: Sequence[Sample], *, pending: PendingGradients | None = None) -> Mapping[str, float]:
+        """Update the policy on corrected samples and return metrics.
+
+        With `pending`, use these gradients instead of computing them from the samples. A learner that was restarted
+        after `score` has lost them and computes them again, with the same result bit for bit.
+        """
         ...
 
-    async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
-        """One policy update over all samples; returns its statistics by metric key."""
+    async def discard(self) -> None:
+        """Drop pending gradients, if any."""
         ...
 
     async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:

@@ -56,23 +56,23 @@ def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> N
         num_threads=1,
     )
     samples = make_samples(7)
-    scored = learner.logp(samples, taps=(1, 2))
+    scored = learner.score(samples, taps=(1, 2))
     learner.calibrate(samples[:1], version=0)  # the second rank sees nothing
     calibrated = learner.calibrate(samples, version=1)
     learner._accumulate(samples)
     gradients = {name: p.grad.full_tensor() for name, p in learner._scorer.named_parameters()}  # pyright: ignore
     learner._optimizer.zero_grad()
-    alone = learner.update(samples[:1])  # the second rank has nothing to do, and must not leave the first waiting
+    alone = learner.apply(samples[:1])  # the second rank has nothing to do, and must not leave the first waiting
     learner._config = config.model_copy(update={"minibatches": 1})
-    logp = learner.logp(samples[:1], correction=TRUNCATED).logp  # ranks must agree on whose gradients these are
-    ahead = learner.update(correct(samples[:1], logp, TRUNCATED))
-    logp = learner.logp(samples, correction=TRUNCATED).logp
-    reused = learner.update(correct(samples, logp, TRUNCATED))
+    scores = learner.score(samples[:1], correction=TRUNCATED)  # ranks must agree on the id of the gradients
+    ahead = learner.apply(correct(samples[:1], scores.logp, TRUNCATED), scores.pending)
+    scores = learner.score(samples, correction=TRUNCATED)
+    reused = learner.apply(correct(samples, scores.logp, TRUNCATED), scores.pending)
     assert (ahead["policy/gradients_reused"], reused["policy/gradients_reused"]) == (1, 1)
     learner._config = config
-    metrics = learner.update(samples)
+    metrics = learner.apply(samples)
     weights = dict(learner.weights(torch.float32))
-    rescored = learner.logp(samples)
+    rescored = learner.score(samples)
     learner.save(out / "saved")
     save_file(
         {f"gradient.{name}": tensor for name, tensor in gradients.items()} | weights, out / f"rank{rank}.safetensors"
@@ -107,7 +107,7 @@ def run_from_state(model: Path, out: Path, rank: int, world_size: int, state: st
     if Path(state).exists():
         learner.load_state(state)
     else:
-        learner.update(make_samples(7))
+        learner.apply(make_samples(7))
         learner.save_state(state)
 
     def everything() -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ def run_from_state(model: Path, out: Path, rank: int, world_size: int, state: st
         return found
 
     save_file(everything(), out / f"loaded{rank}.safetensors")
-    learner.update(make_samples(7))
+    learner.apply(make_samples(7))
     save_file(everything(), out / f"updated{rank}.safetensors")
     (out / f"rank{rank}.json").write_text(json.dumps([learner._num_updates, learner._num_steps]))
     learner.close()

@@ -73,10 +73,10 @@ def test_scales_are_of_keys_after_norm_and_rotary_embedding(learner: FsdpLearner
 
 def test_listening_changes_nothing_and_ends(learner: FsdpLearner) -> None:
     samples = make_samples(3)
-    before = learner.logp(samples).logp
+    before = learner.score(samples).logp
     learner.calibrate(samples, version=1)
     first = learner.kv_scales
-    assert all(np.array_equal(a, b) for a, b in zip(before, learner.logp(samples).logp, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(before, learner.score(samples).logp, strict=True))
     assert learner.kv_scales is first, "log-probability passes are not listened to"
 
 
@@ -85,7 +85,7 @@ def test_scales_follow_an_update(learner: FsdpLearner) -> None:
     samples = make_samples(4)
     learner.calibrate(samples, version=0)
     old = learner.kv_scales
-    learner.update(samples)
+    learner.apply(samples)
     metrics = learner.calibrate(samples, version=1)
     assert learner.kv_scales is not None and old is not None
     assert learner.kv_scales.k != old.k

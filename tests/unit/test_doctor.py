@@ -403,7 +403,7 @@ class ShiftedLearner:
     def __init__(self, shift: float) -> None:
         self.shift = shift
 
-    def logp(self, samples: Sequence[Any]) -> Any:
+    def score(self, samples: Sequence[Any]) -> Any:
         return SimpleNamespace(logp=[sample.logp + np.float32(self.shift) for sample in samples])
 
 

@@ -35,7 +35,7 @@ from paceline.plan.simulate import (
     score_by_parity,
     simulated_prompts,
 )
-from paceline.types import Receipt, Rollout, Sample
+from paceline.types import PendingGradients, Receipt, Rollout, Sample
 
 SETTINGS = [
     "run.steps=6",
@@ -250,11 +250,11 @@ class AloneLearner(SimulatedLearner):
 
     trainers: list[SimulatedTrainer]
 
-    async def update(self, samples: Sequence[Sample]):
+    async def apply(self, samples: Sequence[Sample], *, pending: PendingGradients | None = None):
         assert not any(trainer.running for trainer in self.trainers), (
             "the policy was updated while a device that it needs was leased"
         )
-        return await super().update(samples)
+        return await super().apply(samples)
 
 
 @dataclass

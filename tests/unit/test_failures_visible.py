@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ import torch
 from drafter_cases import make_documents, make_drafter, make_head
 from paceline.config import (
     BufferConfig,
+    CorrectionConfig,
     DrafterTrainingConfig,
     EagleDrafter,
     LearnerConfig,
@@ -38,7 +38,7 @@ from paceline.plan.simulate import (
     score_by_parity,
     simulated_prompts,
 )
-from paceline.types import Floats, Learner, Sample
+from paceline.types import Learner, Sample, Scores
 from random_policy import make_policy
 
 SETTINGS = ["run.steps=2", "rollout.prompts_per_step=2", "rollout.group_size=2", "eval.every=0"]
@@ -70,11 +70,12 @@ class WritingLearner(SimulatedLearner):
 
     writer: HiddenStateWriter
 
-    async def logp(self, samples: Sequence[Sample], *, correction: Any = None) -> Sequence[Floats]:
-        return self.writer.logp(samples)
-
-    async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        return [sample.logp for sample in samples]
+    async def score(
+        self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None, hand_over: bool = False
+    ) -> Scores:
+        if not hand_over:
+            return Scores(logp=[sample.logp for sample in samples])
+        return Scores(logp=self.writer.score(samples).logp)
 
     async def counters(self) -> Mapping[str, float]:
         return self.writer.counters()

@@ -26,7 +26,15 @@ from paceline.plan.simulate import (
     score_by_parity,
     simulated_prompts,
 )
-from paceline.types import EngineLostError, PacelineError, Receipt, Rollout, RolloutRequest, Sample
+from paceline.types import (
+    EngineLostError,
+    PacelineError,
+    PendingGradients,
+    Receipt,
+    Rollout,
+    RolloutRequest,
+    Sample,
+)
 
 SETTINGS = [
     "run.steps=40",
@@ -110,9 +118,9 @@ class SimulatedCluster(SimulatedSender):
 class RememberingLearner(SimulatedLearner):
     batches: list[list[Sample]]
 
-    async def update(self, samples: Sequence[Sample]):
+    async def apply(self, samples: Sequence[Sample], *, pending: PendingGradients | None = None):
         self.batches.append(list(samples))
-        return await super().update(samples)
+        return await super().apply(samples)
 
 
 @dataclass

@@ -97,14 +97,14 @@ def run(learner: FsdpLearner, model_path: Path, directory: Path, trainer: Drafte
     for step in range(3):
         samples = make_samples(8, seed=step)
         if trainer is None:
-            learner.logp(samples)
+            learner.score(samples)
         else:
             _, documents = tap.score(samples, range(0, 8, 2))
             buffer.put(documents, step)
             trainer.set_head(learner.embedding_and_head()[1])
             trainer.submit(buffer.draw(10_000, np.random.default_rng(step)))
             trainer.run(lambda: False)
-        learner.update(samples)
+        learner.apply(samples)
     return fingerprint(learner)
 
 
@@ -167,7 +167,7 @@ def test_what_was_handed_over_outlives_an_update(make: Make) -> None:
     document = documents[0]
     embedding_VD, head_VD = learner.embedding_and_head()
     kept = [array.copy() for array in (document.taps, document.last, embedding_VD.numpy(), head_VD.numpy())]
-    learner.update(samples)
+    learner.apply(samples)
     HiddenStateTap(learner, TAPS).all_documents(make_samples(6, seed=5))
     for array, copy in zip((document.taps, document.last, embedding_VD.numpy(), head_VD.numpy()), kept, strict=True):
         np.testing.assert_array_equal(array, copy)
@@ -207,7 +207,7 @@ def test_head_of_a_learner_on_a_gpu_is_handed_over(make: Make, tmp_path: Path, m
     embedding_VD, head_VD = learner.embedding_and_head()
     monkeypatch.setattr(learner, "embedding_and_head", lambda: (embedding_VD, head_VD.as_subclass(OnGpu)))
     settings = HiddenStateWriterSettings(directory=tmp_path, taps=TAPS, buffer=BufferConfig())
-    HiddenStateWriter(learner, settings, rank=0, seed=0).logp(make_samples(4))
+    HiddenStateWriter(learner, settings, rank=0, seed=0).score(make_samples(4))
     found = Buffer(tmp_path, BufferConfig()).head()
     assert found is not None
     np.testing.assert_array_equal(found[1], head_VD.numpy())

@@ -101,7 +101,7 @@ def on_policy(learner: FsdpLearner, samples: list[Sample]) -> list[Sample]:
             logp=logp,
             advantage=sample.advantage,
         )
-        for sample, logp in zip(samples, learner.logp(samples).logp, strict=True)
+        for sample, logp in zip(samples, learner.score(samples).logp, strict=True)
     ]
 
 
@@ -122,7 +122,7 @@ def test_logp_and_entropy_equal_plain_teacher_forcing(make: Make, model_path: Pa
     """Padding, sorting, the head on response tokens only and the temperature must not show; nor may the caller's order
     be lost."""
     samples = make_samples(9)
-    result = make(temperature=temperature, config=LearnerConfig(microbatch_tokens=70)).logp(samples)
+    result = make(temperature=temperature, config=LearnerConfig(microbatch_tokens=70)).score(samples)
     for sample, logp, entropy in zip(samples, result.logp, result.entropy, strict=True):
         distribution = torch.distributions.Categorical(logits=plain_logits(model_path, sample, temperature))
         targets = torch.from_numpy(sample.token_ids[sample.num_prompt_tokens :].astype(np.int64))
@@ -135,12 +135,12 @@ def test_chunks_over_a_large_vocabulary_change_neither_scores_nor_gradients(
 ) -> None:
     samples = make_samples(6)
     learner = make()
-    whole, metrics, weights = learner.logp(samples).logp, learner.update(samples), tensors(learner)
+    whole, metrics, weights = learner.score(samples).logp, learner.apply(samples), tensors(learner)
     monkeypatch.setattr("paceline.learner.scoring._CHUNK_ELEMENTS", 7 * VOCABULARY)
     learner = make()
-    for one, other in zip(whole, learner.logp(samples).logp, strict=True):
+    for one, other in zip(whole, learner.score(samples).logp, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
-    assert learner.update(samples)["policy/grad_norm"] == pytest.approx(metrics["policy/grad_norm"], rel=1e-5)
+    assert learner.apply(samples)["policy/grad_norm"] == pytest.approx(metrics["policy/grad_norm"], rel=1e-5)
     assert_close(tensors(learner), weights)
 
 
@@ -153,8 +153,8 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], a
 def test_taps_are_the_residual_stream_after_the_layer_before(make: Make, model_path: Path) -> None:
     """Tap 3 of 3 layers must be before the final norm, which transformers' own list leaves out."""
     samples = make_samples(4)
-    states = make().logp(samples, taps=(1, 2, 3)).states
-    embedded = make().logp(samples, taps=(0, 2)).states
+    states = make().score(samples, taps=(1, 2, 3)).states
+    embedded = make().score(samples, taps=(0, 2)).states
     assert sorted(states) == [0, 1, 2, 3]
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     for i, sample in enumerate(samples):
@@ -173,7 +173,7 @@ def test_taps_are_the_residual_stream_after_the_layer_before(make: Make, model_p
 @pytest.mark.parametrize("tap", [-1, 4])
 def test_a_tap_outside_the_policy_is_refused(make: Make, tap: int) -> None:
     with pytest.raises(ValueError, match="taps: got"):
-        make().logp(make_samples(1), taps=(tap,))
+        make().score(make_samples(1), taps=(tap,))
 
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
@@ -213,9 +213,9 @@ def test_the_gradient_is_that_of_the_written_objective(make: Make, model_path: P
 def test_an_update_raises_good_tokens_and_lowers_bad_ones(make: Make) -> None:
     learner = make(config=LearnerConfig(learning_rate=1e-3))
     samples = on_policy(learner, make_samples(6))
-    metrics = learner.update(samples)
+    metrics = learner.apply(samples)
     gain = [
-        float((after - sample.logp).sum()) for sample, after in zip(samples, learner.logp(samples).logp, strict=True)
+        float((after - sample.logp).sum()) for sample, after in zip(samples, learner.score(samples).logp, strict=True)
     ]
     assert sum(sample.advantage * change for sample, change in zip(samples, gain, strict=True)) > 0.1
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
@@ -231,12 +231,12 @@ def test_scores_taken_before_an_update_do_not_freeze_the_policy(make: Make) -> N
     copy."""
     samples = make_samples(4)
     learner = make(config=LearnerConfig(learning_rate=1e-2))
-    learner.update(samples)
-    expected = learner.logp(samples).logp
+    learner.apply(samples)
+    expected = learner.score(samples).logp
     learner = make(config=LearnerConfig(learning_rate=1e-2))
-    learner.logp(samples)
-    learner.update(samples)
-    for one, other in zip(expected, learner.logp(samples).logp, strict=True):
+    learner.score(samples)
+    learner.apply(samples)
+    for one, other in zip(expected, learner.score(samples).logp, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -247,7 +247,7 @@ def test_two_runs_from_one_seed_agree_bit_for_bit(make: Make, dtype: str) -> Non
     for _ in range(2):
         learner = make(config=config)
         for step in range(2):
-            learner.update(make_samples(10, seed=step))
+            learner.apply(make_samples(10, seed=step))
         runs.append(tensors(learner))
     for name, tensor in runs[0].items():
         assert torch.equal(tensor, runs[1][name]), name
@@ -259,32 +259,32 @@ def test_a_learner_goes_on_from_its_saved_state_bit_for_bit(make: Make, tmp_path
     config = LearnerConfig(minibatches=3, microbatch_tokens=60, learning_rate=1e-3, warmup_steps=20)
     learner = make(config=config)
     for step in range(num_updates):
-        learner.update(make_samples(10, seed=step))
+        learner.apply(make_samples(10, seed=step))
     learner.calibrate(make_samples(4), version=2)
     scales, before = learner.kv_scales, tensors(learner)
     learner.save_state(tmp_path / "state")
     assert {file.suffix for file in (tmp_path / "state").iterdir()} == {".safetensors", ".json"}
-    learner.update(make_samples(10, seed=9))
+    learner.apply(make_samples(10, seed=9))
     expected = tensors(learner)
 
     learner = make(config=config)
-    learner.update(make_samples(3, seed=7))  # what it knew must not shine through
+    learner.apply(make_samples(3, seed=7))  # what it knew must not shine through
     learner.load_state(tmp_path / "state")
     assert learner.kv_scales == scales
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(learner).items())
-    learner.update(make_samples(10, seed=9))
+    learner.apply(make_samples(10, seed=9))
     for name, tensor in tensors(learner).items():
         assert torch.equal(tensor, expected[name]), name
 
 
 def test_bfloat16_computes_roughly_and_keeps_float32_masters(make: Make) -> None:
     samples = make_samples(5)
-    exact = make().logp(samples).logp
+    exact = make().score(samples).logp
     learner = make(config=LearnerConfig(dtype="bfloat16"))
     before = tensors(learner)
-    error = np.concatenate([np.abs(a - b) for a, b in zip(exact, learner.logp(samples).logp, strict=True)])
+    error = np.concatenate([np.abs(a - b) for a, b in zip(exact, learner.score(samples).logp, strict=True)])
     assert 1e-4 < error.max() < 0.5
-    learner.update(samples)
+    learner.apply(samples)
     name = "model.layers.0.mlp.up_proj.weight"
     after = tensors(learner)[name]
     assert not torch.equal(after, before[name])
@@ -293,7 +293,7 @@ def test_bfloat16_computes_roughly_and_keeps_float32_masters(make: Make) -> None
 
 def test_warmup_clipping_and_minibatches_are_applied(make: Make) -> None:
     learner = make(config=LearnerConfig(learning_rate=1e-3, warmup_steps=4, minibatches=2))
-    metrics = [learner.update(make_samples(8)) for _ in range(3)]
+    metrics = [learner.apply(make_samples(8)) for _ in range(3)]
     assert [m["policy/learning_rate"] for m in metrics] == pytest.approx([5e-4, 1e-3, 1e-3])
     assert [m["policy/optimizer_steps"] for m in metrics] == [2, 2, 2]
     learner = make(config=LearnerConfig(max_grad_norm=1e-3))
@@ -314,19 +314,19 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_counted(make: Make) -> 
     )
     learner = make()
     before = tensors(learner)
-    assert learner.update([*samples, poison])["policy/skipped_steps"] == 1
+    assert learner.apply([*samples, poison])["policy/skipped_steps"] == 1
     assert_close(before, tensors(learner), atol=0)
-    assert learner.update(samples)["policy/skipped_steps"] == 0, "the poisoned gradient must be gone"
+    assert learner.apply(samples)["policy/skipped_steps"] == 0, "the poisoned gradient must be gone"
 
 
 def test_no_samples_is_no_step(make: Make) -> None:
     """A batch in which every group was uniform and dropped."""
     learner = make()
     before = tensors(learner)
-    metrics = learner.update([])
+    metrics = learner.apply([])
     assert metrics["policy/optimizer_steps"] == 0
     assert not any(np.isnan(value) for value in metrics.values())
-    assert learner.logp([]).logp == ()
+    assert learner.score([]).logp == ()
     assert_close(before, tensors(learner), atol=0)
 
 
@@ -340,17 +340,17 @@ def test_weights_carry_the_names_of_the_checkpoint_and_are_copies(make: Make, tm
     sent = tensors(learner)
     assert_close(sent, stored, atol=0)
     assert {tensor.dtype for _, tensor in learner.weights(torch.bfloat16)} == {torch.bfloat16}
-    learner.update(make_samples(3))
+    learner.apply(make_samples(3))
     assert_close(sent, stored, atol=0)
 
 
 def test_save_round_trip_with_checksums(make: Make, tmp_path: Path) -> None:
     learner = make(config=LearnerConfig(learning_rate=1e-2))
     samples = make_samples(4)
-    learner.update(samples)
+    learner.apply(samples)
     saved = tmp_path / "saved"
     learner.save(saved)
-    expected, scores = tensors(learner), learner.logp(samples).logp
+    expected, scores = tensors(learner), learner.score(samples).logp
     checksums = {name: digest for digest, name in map(str.split, (saved / "SHA256SUMS").read_text().splitlines())}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= checksums.keys()
     for name, digest in checksums.items():
@@ -359,7 +359,7 @@ def test_save_round_trip_with_checksums(make: Make, tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"], "nothing half-written stays behind"
     again = make(path=saved)
     assert_close(tensors(again), expected, atol=0)
-    for one, other in zip(scores, again.logp(samples).logp, strict=True):
+    for one, other in zip(scores, again.score(samples).logp, strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match="exists"):
         again.save(saved)
@@ -368,21 +368,21 @@ def test_save_round_trip_with_checksums(make: Make, tmp_path: Path) -> None:
 def test_correction_takes_the_ratio_against_the_learner_and_weighs_the_tokens(make: Make) -> None:
     """Decoupled: an engine far off must not clip what nobody moved, and a token of weight 0 teaches nothing."""
     samples = make_samples(6)
-    scores = make().logp(samples).logp
+    scores = make().score(samples).logp
     far = [
         replace(sample, logp=logp - 3) for sample, logp in zip(samples, scores, strict=True)
     ]  # ratio e^3 against the engine
     learner = make()
-    assert learner.update(far)["policy/ratio_mean"] == pytest.approx(np.exp(3), rel=1e-3)
+    assert learner.apply(far)["policy/ratio_mean"] == pytest.approx(np.exp(3), rel=1e-3)
     learner, own = make(), [replace(sample, old_logp=logp) for sample, logp in zip(far, scores, strict=True)]
-    metrics, whole = learner.update(own), tensors(learner)
+    metrics, whole = learner.apply(own), tensors(learner)
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-4)
     assert metrics["policy/clip_share"] == 0
     kept = [replace(sample, weight=np.full(len(sample.logp), i % 2, np.float32)) for i, sample in enumerate(own)]
     learner = make(objective=ObjectiveConfig(loss="sequence"))
-    learner.update(kept)
+    learner.apply(kept)
     half = make(objective=ObjectiveConfig(loss="sequence"))
-    half.update(own[1::2])
+    half.apply(own[1::2])
     assert_close(
         tensors(learner), tensors(half), atol=1e-6
     )  # Adam's first step does not see the normaliser, which counts all
@@ -413,9 +413,9 @@ def test_gradients_of_the_scoring_pass_make_the_same_policy_as_a_second_pass(mak
         learner, metrics = make(config=config), []
         for step in range(2):
             part = samples[step::2]
-            logp = learner.logp(part, taps=(0, 2), tapped=(1,), correction=ahead).logp
-            learner.logp(part[:1])  # the floor is measured in between
-            metrics.append(learner.update(correct(part, logp, correction)))
+            scores = learner.score(part, taps=(0, 2), tapped=(1,), correction=ahead)
+            learner.score(part[:1])  # the floor is measured in between
+            metrics.append(learner.apply(correct(part, scores.logp, correction), scores.pending))
         results.append((tensors(learner), metrics))
     (one, reusing), (other, repeating) = results
     assert_close(one, other, atol=0)
@@ -423,48 +423,50 @@ def test_gradients_of_the_scoring_pass_make_the_same_policy_as_a_second_pass(mak
     assert reusing == repeating
 
 
-def test_gradients_of_a_scoring_pass_are_not_used_for_another_update(make: Make) -> None:
-    """The guard changed the correction, the samples are others, the batch was skipped, the state was replaced."""
+def test_pending_gradients_leave_no_trace_in_an_update_without_them(make: Make, tmp_path: Path) -> None:
+    """The guard changed the correction, the batch was skipped, another was scored since, the state was replaced."""
     expected, actual = CorrectionConfig(kind="token-tis"), CorrectionConfig(kind="token-mis", low=0.9, high=1.1)
     samples = near_policy(make(), make_samples(8))
-    logp = make().logp(samples).logp
-    updates = [
-        correct(samples, logp, actual),
-        correct(samples[:-1], logp[:-1], expected),
-        [replace(sample, advantage=-sample.advantage) for sample in correct(samples, logp, expected)],
-    ]
-    for update in updates:
-        fresh, plain = (learner := make()).update(update), tensors(learner)
+    update = correct(samples, make().score(samples).logp, actual)
+    learner = make()
+    learner.save_state(tmp_path / "state")
+    fresh, plain = learner.apply(update), tensors(learner)
+
+    def discard(learner: FsdpLearner) -> None:
+        learner.discard()
+        assert all(parameter.grad is None for parameter in learner._scorer.parameters())
+
+    def score_others(learner: FsdpLearner) -> None:
+        learner.score(samples[:-1], correction=expected)
+
+    def load(learner: FsdpLearner) -> None:
+        learner.load_state(tmp_path / "state")
+
+    for between in (None, discard, score_others, load):
         learner = make()
-        learner.logp(samples, correction=expected)
-        found = learner.update(update)
+        pending = learner.score(samples, correction=expected).pending
+        assert pending is not None and pending.correction == expected
+        if between is not None:
+            between(learner)
+        found = learner.apply(update, None if between is None else pending)
         assert found == fresh and found["policy/gradients_reused"] == 0
         assert_close(tensors(learner), plain, atol=0)
-    fresh, plain = (learner := make()).update(updates[1]), tensors(learner)
-    learner = make()
-    learner.logp(samples, correction=expected)  # and skipped
-    learner.logp(samples[:-1], correction=expected)
-    assert learner.update(updates[1])["policy/grad_norm"] == fresh["policy/grad_norm"]
-    assert_close(tensors(learner), plain, atol=0)
 
 
-def test_gradients_come_with_the_scores_only_where_the_update_is_one_step(make: Make, tmp_path: Path) -> None:
+def test_gradients_come_with_the_scores_only_where_the_update_is_one_step(make: Make) -> None:
     samples = make_samples(6)
     correction = CorrectionConfig()
     learner = make(config=LearnerConfig(minibatches=2))
-    learner.logp(samples, correction=correction)
-    assert learner.update(samples)["policy/gradients_reused"] == 0
+    assert learner.score(samples, correction=correction).pending is None
+    assert learner.apply(samples)["policy/gradients_reused"] == 0
     learner = make()
-    learner.save_state(tmp_path / "state")
-    learner.logp(samples, correction=correction)
-    learner.load_state(tmp_path / "state")
-    assert learner.update(samples)["policy/gradients_reused"] == 0
+    assert learner.score(samples).pending is None
     spoilt = [replace(sample, logp=np.full_like(sample.logp, np.nan)) for sample in samples]
-    learner.logp(spoilt, correction=correction)
+    assert learner.score(spoilt, correction=correction).pending is None
     with pytest.raises(ValueError, match="NaN"):
-        learner.update(spoilt)
-    learner.logp([], correction=correction)
-    assert learner.update([])["policy/optimizer_steps"] == 0
+        learner.apply(spoilt)
+    assert learner.score([], correction=correction).pending is None
+    assert learner.apply([])["policy/optimizer_steps"] == 0
 
 
 def test_samples_that_cannot_be_scored_are_refused(make: Make) -> None:
@@ -473,7 +475,7 @@ def test_samples_that_cannot_be_scored_are_refused(make: Make) -> None:
     for num_prompt, logp in ((0, np.zeros(len(good.token_ids), np.float32)), (good.num_prompt_tokens, good.logp[1:])):
         sample = Sample(token_ids=good.token_ids, num_prompt_tokens=num_prompt, logp=logp, advantage=0.0)
         with pytest.raises(ValueError, match=r"samples\[0\]"):
-            learner.update([sample])
+            learner.apply([sample])
 
 
 def test_a_policy_whose_logits_are_more_than_its_head_is_refused(make: Make, tmp_path: Path) -> None:

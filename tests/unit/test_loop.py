@@ -4,12 +4,12 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from paceline.config import Config, load_config
+from paceline.config import Config, CorrectionConfig, load_config
 from paceline.learner.guard import Rung
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.fleet import Fleet
@@ -28,7 +28,7 @@ from paceline.plan.simulate import (
     score_by_parity,
     simulated_prompts,
 )
-from paceline.types import Group, GroupId, PacelineError, Receipt, Rollout, Sample
+from paceline.types import Group, GroupId, PacelineError, PendingGradients, Receipt, Rollout, Sample, Scores
 
 SMALL = [
     "run.steps=3",
@@ -48,9 +48,9 @@ class CountingLearner(SimulatedLearner):
         super().__init__(seconds_per_token=seconds_per_token)
         object.__setattr__(self, "batches", [])
 
-    async def update(self, samples: Sequence[Sample]):
+    async def apply(self, samples: Sequence[Sample], *, pending: PendingGradients | None = None):
         self.batches.append(list(samples))
-        return await super().update(samples)
+        return await super().apply(samples)
 
 
 def simulate(
@@ -377,20 +377,27 @@ class DoubtingLearner(CountingLearner):
     def __init__(self, gap: float, *, engines: Sequence[str], steps: range) -> None:
         super().__init__()
         self.gap, self.suspects, self.steps, self.num_passes = gap, engines, steps, 0
+        self.num_discarded = 0
 
-    async def logp(self, samples: Sequence[Sample], *, correction: Any = None):
+    async def discard(self) -> None:
+        self.num_discarded += 1
+
+    async def score(
+        self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None, hand_over: bool = False
+    ) -> Scores:
+        if not hand_over:
+            return await super().score(samples)
         self.num_passes += 1
         random = np.random.default_rng(self.num_passes)
         bad = self.num_passes in self.steps
-        return [
-            sample.logp
-            + random.normal(0, 0.01, len(sample.logp)).astype(np.float32)
-            + np.float32(self.gap if bad and sample.engine in self.suspects else 0)
-            for sample in samples
-        ]
-
-    async def logp_again(self, samples: Sequence[Sample]):
-        return [sample.logp for sample in samples]
+        return Scores(
+            logp=[
+                sample.logp
+                + random.normal(0, 0.01, len(sample.logp)).astype(np.float32)
+                + np.float32(self.gap if bad and sample.engine in self.suspects else 0)
+                for sample in samples
+            ]
+        )
 
 
 GUARDED = [*SMALL, "run.steps=9", "guard.mode=act", "guard.calibration_steps=3", "guard.hold_steps=2"]
@@ -399,7 +406,7 @@ GUARDED = [*SMALL, "run.steps=9", "guard.mode=act", "guard.calibration_steps=3",
 def test_a_broken_sync_costs_one_batch_and_is_pushed_again(tmp_path):
     learner = DoubtingLearner(0.3, engines=["engine-0"], steps=range(6, 7))
     records, _ = simulate(tmp_path, load_config(None, GUARDED), learner=learner)
-    assert len(learner.batches) == 8
+    assert len(learner.batches) == 8 and learner.num_discarded == 1
     assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
     assert [record["metrics"]["guard/rung"] for record in records["step"]] == [0, 0, 0, 0, 0, 4, 0, 0, 0]
     told = [event for event in records["event"] if event["what"] == "guard"]
@@ -411,25 +418,39 @@ def test_a_broken_sync_costs_one_batch_and_is_pushed_again(tmp_path):
 
 
 class ToldLearner(DoubtingLearner):
-    """Remembers which correction it was told to expect."""
+    """Records the correction of each scoring, and whether its gradients were applied."""
 
     def __init__(self, gap: float, *, engines: Sequence[str], steps: range) -> None:
         super().__init__(gap, engines=engines, steps=steps)
         self.expected: list[str] = []
+        self.reused: list[bool] = []
 
-    async def logp(self, samples: Sequence[Sample], *, correction: Any = None):
+    async def score(
+        self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None, hand_over: bool = False
+    ) -> Scores:
+        scores = await super().score(samples, hand_over=hand_over)
+        if not hand_over:
+            return scores
+        assert correction is not None
         self.expected.append(correction.kind)
-        return await super().logp(samples)
+        pending = PendingGradients(id=self.num_passes, correction=correction)
+        return Scores(logp=scores.logp, pending=pending)
+
+    async def apply(self, samples: Sequence[Sample], *, pending: PendingGradients | None = None):
+        self.reused.append(pending is not None and pending.id == self.num_passes)
+        return await super().apply(samples)
 
 
 @pytest.mark.parametrize("mode", ["act", "observe"])
-def test_the_learner_expects_the_correction_that_the_guard_holds(tmp_path, mode):
-    """Gradients for one that never comes would be computed in vain at every step."""
+def test_gradients_are_computed_for_the_guards_last_correction_and_reused_if_it_stays(tmp_path, mode):
     learner = ToldLearner(0.1, engines=["engine-0", "engine-1"], steps=range(4, 8))
     records, _ = simulate(tmp_path, load_config(None, [*GUARDED, f"guard.mode={mode}"]), learner=learner)
-    rungs = [0, *(step["metrics"]["guard/rung"] for step in records["step"][:-1])]
+    rungs = [0, *(step["metrics"]["guard/rung"] for step in records["step"])]
     assert 2 in rungs
-    assert learner.expected == ["token-mis" if mode == "act" and rung == 2 else "none" for rung in rungs]
+    kinds = ["token-mis" if mode == "act" and rung == 2 else "none" for rung in rungs]
+    assert learner.expected == kinds[:-1]
+    assert learner.reused == [expected == decided for expected, decided in pairwise(kinds)]
+    assert learner.reused.count(False) == (2 if mode == "act" else 0)
 
 
 class MovedLearner(CountingLearner):
@@ -442,7 +463,11 @@ class MovedLearner(CountingLearner):
         super().__init__()
         object.__setattr__(self, "broken_from", broken_from)
 
-    async def logp(self, samples: Sequence[Sample], *, correction: Any = None):
+    async def score(
+        self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None, hand_over: bool = False
+    ) -> Scores:
+        if not hand_over:
+            return await super().score(samples)
         version, random = len(self.batches), np.random.default_rng(len(self.batches))
         found = []
         for sample in samples:
@@ -451,10 +476,7 @@ class MovedLearner(CountingLearner):
             broken = version >= self.broken_from and sample.engine == "engine-0"
             gaps = 0.7 * ages + random.normal(0, 0.01, len(ages)) + (0.5 if broken else 0.0)
             found.append(sample.logp + gaps.astype(np.float32))
-        return found
-
-    async def logp_again(self, samples: Sequence[Sample]):
-        return [sample.logp for sample in samples]
+        return Scores(logp=found)
 
 
 def test_engines_are_not_blamed_for_tokens_that_an_older_policy_has_drawn(tmp_path):
@@ -489,9 +511,9 @@ def test_a_number_that_is_not_finite_counts_at_any_age(tmp_path):
             version_spans=((3, 10),),
             engine="engine-0",
         )
-        return await monitor.judge([old], [np.zeros(10, np.float32)], version=4)
+        return await monitor.judge([old], Scores(logp=[np.zeros(10, np.float32)]), version=4)
 
-    (_, decision), _ = run_virtual(work)
+    decision = run_virtual(work)[0].decision
     assert (decision.rung, decision.engines) == (Rung.SKIP, ("engine-0",))
 
 
@@ -536,9 +558,13 @@ def test_the_learner_against_itself_is_measured_on_few_tokens(tmp_path):
     seen: list[int] = []
 
     class Remembering(CountingLearner):
-        async def logp_again(self, samples: Sequence[Sample]):
+        async def score(
+            self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None, hand_over: bool = False
+        ) -> Scores:
+            if hand_over:
+                return await super().score(samples)
             seen.append(len(samples))
-            return [sample.logp + np.float32(0.001) for sample in samples]
+            return Scores(logp=[sample.logp + np.float32(0.001) for sample in samples])
 
     records, _ = simulate(tmp_path, load_config(None, SMALL), learner=Remembering())
     assert all(1 <= number <= 4 for number in seen) and len(seen) == 3
@@ -556,9 +582,9 @@ class CalibratedLearner(CountingLearner):
         object.__setattr__(self, "calls", [])
         object.__setattr__(self, "qk_norm", qk_norm)
 
-    async def update(self, samples: Sequence[Sample]):
+    async def apply(self, samples: Sequence[Sample], *, pending: PendingGradients | None = None):
         self.calls.append("update")
-        return await super().update(samples)
+        return await super().apply(samples)
 
     async def calibrate(self, samples: Sequence[Sample], version: int):
         self.calls.append((version, sum(sample.num_response_tokens > 0 for sample in samples), len(samples)))

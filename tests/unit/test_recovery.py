@@ -26,7 +26,7 @@ from paceline.plan.simulate import (
     long_tailed_lengths,
     simulated_prompts,
 )
-from paceline.types import Group, Prompt, RolloutId, RolloutRequest, Sample
+from paceline.types import Group, PendingGradients, Prompt, RolloutId, RolloutRequest, Sample
 from random_policy import make_policy
 
 SETTINGS = [
@@ -48,9 +48,9 @@ class ReplayedLearner(SimulatedLearner):
         super().__init__()
         object.__setattr__(self, "policy", [])
 
-    async def update(self, samples: Sequence[Sample]):
+    async def apply(self, samples: Sequence[Sample], *, pending: PendingGradients | None = None):
         self.policy.append([[str(s.rollout_id), s.token_ids.tolist(), s.logp.tolist(), s.advantage] for s in samples])
-        return await super().update(samples)
+        return await super().apply(samples)
 
     async def save_state(self, path: str) -> None:
         Path(path).mkdir()
@@ -197,9 +197,9 @@ class WholeLearner:
         async def call(*arguments: Any, **named: Any) -> Any:
             if method == "counters":
                 return {}
-            if method.startswith("logp"):
-                return self.inner.logp(*arguments, **named).logp
-            return getattr(self.inner, method)(*arguments)
+            if method == "score":
+                return self.inner.score(*arguments, correction=named.get("correction"))
+            return getattr(self.inner, method)(*arguments, **named)
 
         return call
 

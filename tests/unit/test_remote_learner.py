@@ -52,7 +52,7 @@ class Rank:
             return None
         assert self.policy is not None, "asked before its start, or after its end"
         match method:
-            case "update" | "calibrate":
+            case "apply" | "calibrate":
                 self.policy.append([method, *args])
             case "save_state":
                 Path(args[0]).mkdir(parents=True)
@@ -100,7 +100,7 @@ async def checkpoint(learner: RemoteLearner, store: Store, step: int) -> None:
         await learner.save_state(str(partial / "learner"))
 
 
-@pytest.mark.parametrize("dies_in", ["update", "logp", "calibrate", "save_state", "stage"])
+@pytest.mark.parametrize("dies_in", ["apply", "score", "calibrate", "save_state", "stage"])
 def test_learner_lost_in_any_call_is_the_same_learner_afterwards(monkeypatch, tmp_path, dies_in):
     room, store = Room(monkeypatch), Store(tmp_path / "state")
 
@@ -109,8 +109,8 @@ def test_learner_lost_in_any_call_is_the_same_learner_afterwards(monkeypatch, tm
         for step in range(1, 5):
             if step == 4:
                 room.dies_in = [dies_in]
-            await learner.logp(samples("s"))
-            await learner.update(samples(f"batch {step}"))
+            await learner.score(samples("s"))
+            await learner.apply(samples(f"batch {step}"))
             await learner.calibrate(samples(f"batch {step}"), step)
             if step % 2 == 0:
                 await checkpoint(learner, store, step)
@@ -122,11 +122,11 @@ def test_learner_lost_in_any_call_is_the_same_learner_afterwards(monkeypatch, tm
     assert policy == expected
     assert counters["learner/restarted"] == 1 and room.events == ["learner_lost", "learner_healed"]
     assert room.lives[1].called[:2] == ["start", "load_state"]
-    assert room.lives[1].called.count("update") <= 2, "steps that the checkpoint covers are not repeated"
+    assert room.lives[1].called.count("apply") <= 2, "steps that the checkpoint covers are not repeated"
 
 
-def parts_of(step: int) -> list[tuple[str, list[int]]]:
-    return [("update", []), ("calibrate", [step])]
+def parts_of(step: int) -> list[tuple[str, list[int | None]]]:
+    return [("apply", [None]), ("calibrate", [step])]
 
 
 def test_calls_are_kept_until_a_checkpoint_has_its_name(monkeypatch, tmp_path):
@@ -135,16 +135,16 @@ def test_calls_are_kept_until_a_checkpoint_has_its_name(monkeypatch, tmp_path):
 
     async def steps() -> Any:
         learner = await room.start()
-        await learner.update(samples("a"))
+        await learner.apply(samples("a"))
         with pytest.raises(OSError), atomic_directory(tmp_path / "step-1") as partial:
             await learner.save_state(str(partial / "learner"))
             raise OSError(28, "No space left on device")
-        await learner.update(samples("b"))
-        room.dies_in = ["logp"]
-        return await learner.logp(samples("s"))
+        await learner.apply(samples("b"))
+        room.dies_in = ["score"]
+        return await learner.score(samples("s"))
 
-    assert asyncio.run(steps()) == [["update", ["a"]], ["update", ["b"]]]
-    assert room.lives[1].called == ["start", "update", "update", "logp"]
+    assert asyncio.run(steps()) == [["apply", ["a"], None], ["apply", ["b"], None]]
+    assert room.lives[1].called == ["start", "apply", "apply", "score"]
 
 
 def test_run_that_was_resumed_goes_back_to_where_it_was_resumed(monkeypatch, tmp_path):
@@ -152,15 +152,15 @@ def test_run_that_was_resumed_goes_back_to_where_it_was_resumed(monkeypatch, tmp
 
     async def steps() -> Any:
         learner = await room.start()
-        await learner.update(samples("a"))
+        await learner.apply(samples("a"))
         await checkpoint(learner, store, 1)
         learner.heal(lambda what, **fields: None)  # as another driver has it, which knows nothing of this one
         await learner.load_state(str(tmp_path / "state" / "step-00000001" / "learner"))
-        await learner.update(samples("b"))
-        room.dies_in = ["logp"]
-        return await learner.logp(samples("s"))
+        await learner.apply(samples("b"))
+        room.dies_in = ["score"]
+        return await learner.score(samples("s"))
 
-    assert asyncio.run(steps()) == [["update", ["a"]], ["update", ["b"]]]
+    assert asyncio.run(steps()) == [["apply", ["a"], None], ["apply", ["b"], None]]
 
 
 def test_damaged_checkpoint_ends_the_run_instead_of_changing_the_policy(monkeypatch, tmp_path):
@@ -168,11 +168,11 @@ def test_damaged_checkpoint_ends_the_run_instead_of_changing_the_policy(monkeypa
 
     async def steps() -> None:
         learner = await room.start()
-        await learner.update(samples("a"))
+        await learner.apply(samples("a"))
         await checkpoint(learner, store, 1)
         (tmp_path / "state" / "step-00000001" / "learner" / "policy.json").write_text("[]")
-        room.dies_in = ["logp"]
-        await learner.logp(samples("s"))
+        room.dies_in = ["score"]
+        await learner.score(samples("s"))
 
     with pytest.raises(PacelineError, match="differs from its checksum"):
         asyncio.run(steps())
@@ -183,10 +183,10 @@ def test_learner_that_always_dies_ends_the_run_and_says_so(monkeypatch):
 
     async def steps() -> None:
         learner = await room.start()
-        room.dies_in = ["update"] * 3
-        await learner.update(samples("a"))
+        room.dies_in = ["apply"] * 3
+        await learner.apply(samples("a"))
 
-    with pytest.raises(LearnerLostError, match=r"process ended during update.*started again 2 times in a row"):
+    with pytest.raises(LearnerLostError, match=r"process ended during apply.*started again 2 times in a row"):
         asyncio.run(steps())
     assert len(room.lives) == 3
 
@@ -196,11 +196,11 @@ def test_learner_that_dies_at_its_start_is_tried_again(monkeypatch):
 
     async def steps() -> Any:
         learner = await room.start()
-        await learner.update(samples("a"))
-        room.dies_in = ["logp", "start"]
-        return await learner.logp(samples("s"))
+        await learner.apply(samples("a"))
+        room.dies_in = ["score", "start"]
+        return await learner.score(samples("s"))
 
-    assert asyncio.run(steps()) == [["update", ["a"]]]
+    assert asyncio.run(steps()) == [["apply", ["a"], None]]
     assert len(room.lives) == 3
 
 
@@ -209,10 +209,10 @@ def test_without_checkpoints_its_loss_ends_the_run(monkeypatch):
 
     async def steps() -> None:
         learner = await room.start()
-        room.dies_in = ["update"]
-        await learner.update(samples("a"))
+        room.dies_in = ["apply"]
+        await learner.apply(samples("a"))
 
-    with pytest.raises(LearnerLostError, match="the learner is lost: its process ended during update"):
+    with pytest.raises(LearnerLostError, match="the learner is lost: its process ended during apply"):
         asyncio.run(steps())
 
 
@@ -223,9 +223,9 @@ def test_nobody_asks_a_new_learner_before_it_is_what_the_old_one_was(monkeypatch
     async def steps() -> list[Any]:
         learner = await room.start()
         for name in "abc":
-            await learner.update(samples(name))
-        room.dies_in = ["logp"]
-        scoring = asyncio.create_task(learner.logp(samples("s")))
+            await learner.apply(samples(name))
+        room.dies_in = ["score"]
+        scoring = asyncio.create_task(learner.score(samples("s")))
         while len(room.lives) == 1:
             await asyncio.sleep(0)
         return [await learner.stage(3), await scoring]

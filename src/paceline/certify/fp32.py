@@ -72,7 +72,7 @@ def _score(
     *,
     shift_logp: bool,
 ) -> None:
-    scores = learner.logp([_sample(rollout) for rollout in rollouts])
+    scores = learner.score([_sample(rollout) for rollout in rollouts])
     gaps: dict[TokenClass, Mismatch] = dict.fromkeys(CLASSES, Mismatch())
     for rollout, logp_T in zip(rollouts, scores.logp, strict=True):
         # A broken sampler reports NaN, which would compare as no gap.
@@ -104,7 +104,7 @@ def _greedy(
         if position is None:
             continue
         either = [_sample(rollout, position + 1) for rollout in (mine, theirs)]
-        first, second = (float(logp_T[-1]) for logp_T in learner.logp(either).logp)
+        first, second = (float(logp_T[-1]) for logp_T in learner.score(either).logp)
         gap = abs(first - second) * temperature
         partings.append({"rollout": mine.group_id.number - _GREEDY, "position": position, "logit_gap": gap})
     ties = sum(parting["logit_gap"] < _TIE for parting in partings)

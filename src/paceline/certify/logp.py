@@ -104,7 +104,7 @@ def _score(
     config = LearnerConfig(dtype=dtype, microbatch_tokens=microbatch_tokens)
     learner = FsdpLearner(model_path, config, ObjectiveConfig(), temperature=temperature)
     try:
-        return learner.logp(samples).logp
+        return learner.score(samples).logp
     finally:
         learner.close()
 

@@ -24,7 +24,17 @@ from paceline.files import remove_directory
 from paceline.fp8 import Sharding
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.hidden_states import HiddenStateWriter, HiddenStateWriterSettings
-from paceline.types import DeviceKind, Floats, PacelineError, Receipt, Rollout, RolloutId, RolloutRequest, Sample
+from paceline.types import (
+    DeviceKind,
+    PacelineError,
+    PendingGradients,
+    Receipt,
+    Rollout,
+    RolloutId,
+    RolloutRequest,
+    Sample,
+    Scores,
+)
 from paceline.weights.deliver import join
 from paceline.weights.distributed import DistributedSender, GroupAddress, host_store, join_store
 from paceline.weights.message import Push
@@ -225,13 +235,18 @@ class LearnerActor:
             return str(error)
         return None
 
-    def logp(self, samples: Sequence[Sample], hand_over: bool, correction: CorrectionConfig | None) -> Sequence[Floats]:
-        if self._hand_over is None or not hand_over:
-            return self._learner.logp(samples, correction=correction).logp
-        return self._hand_over.logp(samples, correction)
+    def score(self, samples: Sequence[Sample], correction: CorrectionConfig | None, hand_over: bool) -> Scores:
+        if self._hand_over is not None and hand_over:
+            scores = self._hand_over.score(samples, correction)
+        else:
+            scores = self._learner.score(samples, correction=correction)
+        return Scores(logp=scores.logp, pending=scores.pending)
 
-    def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
-        return self._learner.update(samples)
+    def apply(self, samples: Sequence[Sample], pending: PendingGradients | None) -> Mapping[str, float]:
+        return self._learner.apply(samples, pending)
+
+    def discard(self) -> None:
+        self._learner.discard()
 
     def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
         return self._learner.calibrate(samples, version)

@@ -1,6 +1,6 @@
 """The learner's actors as the loop sees them: a learner that is lost is started again, and made what it was.
 
-    update, calibrate ──▶ actors            each is noted until a checkpoint covers it
+    apply, calibrate ──▶ actors             each is noted until a checkpoint covers it
     save_state, load_state ──▶ checkpoint ──┐
     a rank is lost ──▶ new actors ──▶ load_state ──▶ what was noted since, again ──▶ the call that was under way
 
@@ -28,11 +28,11 @@ from paceline.files import final_path
 from paceline.learner.hidden_states import HiddenStateWriterSettings
 from paceline.orchestrator.store import verify
 from paceline.orchestrator.supervision import STEADY_S
-from paceline.types import DeviceKind, Floats, LearnerLostError, PacelineError, Sample
+from paceline.types import DeviceKind, LearnerLostError, PacelineError, PendingGradients, Sample, Scores
 from paceline.weights.distributed import GroupAddress
 from paceline.weights.message import Push
 
-_CHANGING = frozenset({"update", "calibrate"})
+_CHANGING = frozenset({"apply", "calibrate"})
 """Calls that make another learner of it."""
 _MEETINGS = frozenset({"join_group", "transmit"})
 """Calls that others take part in; those have failed with the learner, and all of them begin again."""
@@ -136,16 +136,18 @@ class RemoteLearner:
         args = (*self._before_engine, rendezvous, self._engine, *self._after_engine)
         await self._ask("start", [ray.put(arg) for arg in args])
 
-    async def logp(self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None) -> Sequence[Floats]:
-        return await self._all("logp", list(samples), True, correction)
+    async def score(
+        self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None, hand_over: bool = False
+    ) -> Scores:
+        return await self._all("score", list(samples), correction, hand_over)
 
-    async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        return await self._all("logp", list(samples), False, None)
-
-    async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+    async def apply(self, samples: Sequence[Sample], *, pending: PendingGradients | None = None) -> Mapping[str, float]:
         async with self.still:
             self.pushed.clear()
-            return await self._all("update", list(samples))
+            return await self._all("apply", list(samples), pending)
+
+    async def discard(self) -> None:
+        await self._all("discard")
 
     async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
         return await self._all("calibrate", list(samples), version)

@@ -239,5 +239,5 @@ class Setup:
 
     def gap(self, rollouts: list[Rollout]) -> Mismatch:
         """Compare the engine's log-probabilities of these rollouts with the learner's."""
-        scores = self.learner.logp([Sample.of(rollout, 0.0) for rollout in rollouts]).logp
+        scores = self.learner.score([Sample.of(rollout, 0.0) for rollout in rollouts]).logp
         return mismatch(np.concatenate([rollout.logp for rollout in rollouts]), np.concatenate(scores))

@@ -27,7 +27,7 @@ def log_probabilities(setup: Setup) -> Finding:
 def push(setup: Setup) -> Finding:
     """After a learner update, a push arrives with every fingerprint and the engine samples from the new weights."""
     samples = [Sample.of(rollout, 1.0 if index % 2 else -1.0) for index, rollout in enumerate(setup.rollouts)]
-    metrics = setup.learner.update(samples)
+    metrics = setup.learner.apply(samples)
     if metrics["policy/skipped_steps"] or not metrics["policy/grad_norm"] > 0:
         return failed(f"the learner skipped its update, gradient norm {metrics['policy/grad_norm']:.2g}")
     sender = ShmSender()

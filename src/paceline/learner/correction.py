@@ -141,21 +141,6 @@ def correct(samples: Sequence[Sample], learner_logp: Sequence[Floats], config: C
     ]
 
 
-def same_for_the_loss(one: Sequence[Sample], other: Sequence[Sample]) -> bool:
-    """Whether the loss of both is the same to the last bit; a NaN is never the same."""
-
-    def arrays(sample: Sample) -> list[npt.NDArray[np.generic]]:
-        old_logp = sample.logp if sample.old_logp is None else sample.old_logp
-        weight = np.ones_like(sample.logp) if sample.weight is None else sample.weight
-        return [sample.token_ids, old_logp, weight, np.array([sample.num_prompt_tokens, sample.advantage])]
-
-    return len(one) == len(other) and all(
-        np.array_equal(mine, theirs)
-        for pair in zip(one, other, strict=True)
-        for mine, theirs in zip(*map(arrays, pair), strict=True)
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """Diagnostics of one step, from raw ratios."""

@@ -1,18 +1,18 @@
-"""The learner: a transformers policy under FSDP2 that scores rollouts, updates itself and hands out its weights.
+"""FSDP2 learner: score rollouts, update the policy and gather its weights.
 
-Every rank is one process with one FsdpLearner, and every rank is called with the same arguments (SPMD):
+Every rank is one process with one FsdpLearner. All ranks make the same calls with the same arguments (SPMD):
 
     samples ──▶ plan_passes: dealt to ranks by length, cut into micro-batches ──▶ TokenScorer (FSDP2) ──▶ logp, entropy
                      every rank runs the same number of passes                        │
                                                                      policy_loss ──▶ backward ──▶ clip ──▶ AdamW
 
-Where an update is one optimizer step, `logp` can compute its gradients in the pass that scores the samples: each
-rollout's correction follows from its own log-probabilities. `update` then only steps, if it is given just these samples
-with just that correction; else it computes the gradients itself, which has the same result bit for bit.
+If an update is one optimizer step, `score` can compute the gradients in the pass that scores the samples: each
+rollout's correction follows from its own log-probabilities. The gradients stay in the parameters as pending until
+`apply` or `discard`. `apply` without them runs a second pass, with the same result bit for bit.
 
-FSDP2 gathers parameters and reduces gradients inside each pass, so a rank that runs out of samples runs an empty pass:
-the others would wait for it for ever. The loss is divided by counts of the whole minibatch, so that the number of ranks
-and the cut into micro-batches change the result by rounding only.
+FSDP2 gathers parameters and reduces gradients inside each pass, so a rank without samples runs an empty pass to avoid
+a deadlock. The loss is divided by counts of the whole minibatch, so the number of ranks and the micro-batch size change
+the result only by rounding.
 
 Dimension suffixes: B rollouts, S padded tokens (prompt and response), T padded response tokens, N response tokens
 without padding, D hidden size, V vocabulary, K taps.
@@ -21,7 +21,6 @@ without padding, D hidden size, V vocabulary, K taps.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,26 +36,16 @@ from paceline.fp8 import KvScales
 from paceline.learner.batch import PaddedBatch, make_batch, plan_passes
 from paceline.learner.calibration import Calibration, calibration_metrics, choose, has_qk_norm, scales_of
 from paceline.learner.checkpoint import full_weight, load_policy, output_head, read_tensors, write_checkpoint
-from paceline.learner.correction import correct, same_for_the_loss
+from paceline.learner.correction import correct
 from paceline.learner.objective import LossSums, loss_normaliser, policy_loss
 from paceline.learner.rank import join_ranks, prepare_device, shard_policy
-from paceline.learner.scoring import HiddenStates, LogpResult, TokenScorer, hidden_states_of, record_taps, unflatten
+from paceline.learner.scoring import HiddenStates, RankScores, TokenScorer, hidden_states_of, record_taps, unflatten
 from paceline.learner.state import LearnerCounters, read_state, write_state
-from paceline.types import DeviceKind, Sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Ahead:
-    """Gradients that a scoring pass has left in the parameters."""
-
-    samples: Sequence[Sample]
-    """The corrected samples that they are of."""
-    sums: LossSums
+from paceline.types import DeviceKind, PendingGradients, Sample
 
 
 class FsdpLearner:
-    """One rank of the learner. All methods are collective: ranks call them in the same order with the same
-    arguments."""
+    """One rank of the learner. All methods are collective."""
 
     def __init__(
         self,
@@ -71,12 +60,15 @@ class FsdpLearner:
         num_threads: int | None = None,
         device: DeviceKind | None = None,
     ) -> None:
-        """`store` is where the ranks meet; a single rank needs none. `temperature` is that of the rollouts: their
-        log-probabilities are taken after it. `device` None is a GPU if this process has one."""
+        """Load and shard the policy.
+
+        `temperature` is the sampling temperature of the rollouts. `store` connects the ranks; a single rank needs none.
+        `device` None selects a GPU if this process has one.
+        """
         if not temperature > 0:
             raise ValueError(f"temperature: got {temperature}; must be above 0 because logits are divided by it")
         if config.world_size > 1 and store is None:
-            raise ValueError(f"store: got None; must be given because {config.world_size} ranks have to meet somewhere")
+            raise ValueError(f"store: got None; must be given because it connects {config.world_size} ranks")
         self._path = Path(model_path)
         self._config = config
         self._objective = objective
@@ -85,13 +77,15 @@ class FsdpLearner:
         self._seed = seed
         self._num_updates = 0
         self._num_steps = 0
-        self._ahead: _Ahead | None = None
+        self._pending: PendingGradients | None = None
+        self._pending_sums = LossSums()
+        self._num_pending = 0
         self.kv_scales: KvScales | None = None
-        """Scales for an FP8 KV cache; None before the first `calibrate`."""
+        """Scales of an FP8 KV cache; None before the first `calibrate`."""
         self._device = prepare_device(rank, seed, num_threads, device)
         policy, self._names = load_policy(self._path)
         self.untrained = self._names - policy.state_dict().keys()
-        """Tensors of the checkpoint that transformers leaves out, such as MTP heads. Engines get them as they are."""
+        """Names of checkpoint tensors that transformers does not load, such as MTP heads. Sent to engines unchanged."""
         join_ranks(config, rank, self._device, store or HashStore())
         self._scorer = TokenScorer(policy, temperature)
         self._layers = shard_policy(self._scorer, config, self._device)
@@ -105,7 +99,7 @@ class FsdpLearner:
 
     @property
     def num_updates(self) -> int:
-        """Policy updates so far, those before a restored state included."""
+        """Number of policy updates, including updates before a restored state."""
         return self._num_updates
 
     @property
@@ -114,38 +108,36 @@ class FsdpLearner:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key-value heads of a layer."""
+        """Number of key-value heads per layer."""
         text = self._scorer.policy.config.get_text_config()
         return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
-    def logp(
+    def score(
         self,
         samples: Sequence[Sample],
         taps: Sequence[int] = (),
         tapped: Collection[int] | None = None,
         correction: CorrectionConfig | None = None,
-    ) -> LogpResult:
-        """Score every response token under the current policy; with `taps`, keep the hidden states of the samples in
-        `tapped` (of all if None) as well. Hooks record them in the same forward pass.
+    ) -> RankScores:
+        """Score every response token under the current policy.
 
-        With `correction`, an update on the samples as it corrects them is expected next: if that is one optimizer step,
-        its gradients come from the same pass.
+        With `taps`, also keep the hidden states of the samples in `tapped` (all if None), which hooks record in the
+        same forward pass. With `correction`, also compute the gradients of the samples that it corrects and hold them
+        as pending, unless an update takes several optimizer steps. Replaces gradients that are pending.
         """
         self._check(samples, trained_on=False)
         for tap in taps:
             if not 0 <= tap <= len(self._layers):
-                raise ValueError(
-                    f"taps: got {tap}; must be 0..{len(self._layers)} because tap i stands after i of the layers"
-                )
+                raise ValueError(f"taps: got {tap}; must be 0..{len(self._layers)} because tap i follows layer i")
         wanted = frozenset(range(len(samples)) if tapped is None else tapped)
         bounds = np.cumsum([0] + [sample.num_response_tokens for sample in samples])
-        # Zero where another rank scores: adding up the ranks then leaves every value exactly as its rank computed it.
+        # Zero for samples of other ranks, so that the sum over ranks keeps every value bit for bit.
         scores = torch.zeros(2, int(bounds[-1]), device=self._device)
         states: dict[int, HiddenStates] = {}
         sums, normaliser = LossSums(), self._normaliser(samples)
         if correction is not None:
-            self._forget_gradients()
-            if not self._can_go_ahead(samples):
+            self.discard()
+            if not self._can_hold_gradients(samples):
                 correction = None
         for batch in self._passes(samples):
             rows = [row for row, index in enumerate(batch.indices) if index in wanted] if taps else []
@@ -163,27 +155,31 @@ class FsdpLearner:
             scores[:, torch.from_numpy(columns).to(self._device)] = torch.stack([logp_N.detach(), entropy_N])
             if rows:
                 states |= hidden_states_of(samples, batch.indices, rows, [recorded[tap] for tap in taps], hidden_BSD)
-        self._root.reshard()  # without a backward pass the root stays gathered, which is the whole embedding
-        if self._world_size > 1:
-            dist.all_reduce(scores)
+        self._root.reshard()  # without a backward pass the root, with the whole embedding, would stay gathered
+        dist.all_reduce(scores)
         logp, entropy = (np.split(row, bounds[1:-1])[: len(samples)] for row in scores.cpu().numpy())
+        pending = None
         if correction is not None:
-            # Of all samples on every rank, so that all of them decide alike whether `update` is about these.
-            self._ahead = _Ahead(samples=correct(samples, logp, correction), sums=self._over_ranks(sums))
-        return LogpResult(logp=tuple(logp), entropy=tuple(entropy), states=states)
+            self._num_pending += 1
+            pending = self._pending = PendingGradients(id=self._num_pending, correction=correction)
+            self._pending_sums = self._over_ranks(sums)
+        return RankScores(logp=tuple(logp), entropy=tuple(entropy), states=states, pending=pending)
 
-    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Update on the samples in `minibatches` optimizer steps; returns metrics, the same on every rank."""
+    def apply(self, samples: Sequence[Sample], pending: PendingGradients | None = None) -> dict[str, float]:
+        """Update the policy and return metrics, the same on every rank.
+
+        Use the pending gradients if this learner still holds them; otherwise take `minibatches` optimizer steps on the
+        samples.
+        """
         self._check(samples, trained_on=True)
         sums = LossSums()
         grad_norms: list[float] = []
-        ahead = self._ahead
-        reused = ahead is not None and same_for_the_loss(ahead.samples, samples)
-        if ahead is not None and reused:
-            sums, self._ahead = ahead.sums, None
+        reused = pending is not None and pending == self._pending
+        if reused:
+            sums, self._pending = self._pending_sums, None
             grad_norms.append(self._step())
         else:
-            self._forget_gradients()
+            self.discard()
             for minibatch in self._minibatches(samples):
                 sums = sums.merge(self._accumulate(minibatch))
                 grad_norms.append(self._step())
@@ -195,7 +191,7 @@ class FsdpLearner:
             "policy/num_tokens": sums.num_tokens,
             "policy/gradients_reused": float(reused),
         }
-        if not grad_norms:  # every group was dropped: there is nothing to report, and a mean of nothing would be NaN
+        if not grad_norms:  # every group was dropped, and the means below would be NaN
             return metrics
         count = max(1.0, sums.num_tokens)
         return metrics | {
@@ -208,13 +204,18 @@ class FsdpLearner:
             "policy/k3": sums.k3 / count,
         }
 
+    def discard(self) -> None:
+        """Drop pending gradients, if any."""
+        self._pending = None
+        self._optimizer.zero_grad()
+
     def calibrate(
         self, samples: Sequence[Sample], version: int, settings: CalibrationConfig | None = None
     ) -> dict[str, float]:
-        """Calibrate the KV scales of the current policy on some of the samples and keep them in `kv_scales`, as
-        `version`.
+        """Calibrate the KV scales of policy `version` on some of the samples, and store them in `kv_scales`.
 
-        Returns metrics, the same on every rank. `saturated_share` is what the previous scales would have cut off.
+        Return metrics, the same on every rank. `saturated_share` is the share of values that the previous scales would
+        have clipped.
         """
         self._check(samples, trained_on=False)
         lengths = [len(sample.token_ids) for sample in samples]
@@ -230,9 +231,8 @@ class FsdpLearner:
         self._root.reshard()
         amax_3L = seen.amax().to(self._device)
         sums_3L = torch.stack([seen.saturated_L, seen.underflow_L, seen.count_L]).to(self._device)
-        if self._world_size > 1:
-            dist.all_reduce(amax_3L, dist.ReduceOp.MAX)
-            dist.all_reduce(sums_3L)
+        dist.all_reduce(amax_3L, dist.ReduceOp.MAX)
+        dist.all_reduce(sums_3L)
         known = self.kv_scales is not None
         self.kv_scales = scales_of(amax_3L, settings.margin, version)
         return calibration_metrics(self.kv_scales, sums_3L, known=known) | {
@@ -241,8 +241,10 @@ class FsdpLearner:
         }
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield full tensors under their checkpoint names, one at a time; on rank 0 the untrained ones too. Each is a
-        copy, so a later update does not change it. Gathering is collective: every rank must take every tensor."""
+        """Yield copies of the full tensors by checkpoint name; rank 0 also yields the untrained tensors.
+
+        Gathering is collective: every rank must consume every tensor.
+        """
         for name, shard in self._sharded():
             copied = shard.to(dtype, copy=True)
             yield name, copied.full_tensor() if isinstance(copied, DTensor) else copied
@@ -250,38 +252,39 @@ class FsdpLearner:
             yield from read_tensors(self._path, self.untrained, dtype)
 
     def embedding_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the embedding and the output head in float32; a tied head is the embedding. Collective, as `weights`."""
+        """Copy the embedding and the output head in float32. A tied head is the embedding."""
         return full_weight(self._scorer.policy.get_input_embeddings()), full_weight(output_head(self._scorer.policy))
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write a Hugging Face checkpoint directory in one move, with the SHA-256 of every file in SHA256SUMS:
-        safetensors has no checksum, and one flipped byte loads silently. The default keeps the master weights bit for
-        bit."""
+        """Write a Hugging Face checkpoint directory atomically, with SHA256SUMS because safetensors has no checksum.
+
+        The default dtype keeps the master weights bit for bit.
+        """
         target = Path(path)
         if target.exists():
-            raise ValueError(f"path: got {target}, which exists; must be new because a checkpoint is never overwritten")
+            raise ValueError(f"path: got {target}, which exists; must be new because checkpoints are never overwritten")
         tensors = {}
         for name, tensor in self.weights(dtype):
-            if self._rank == 0:  # the other ranks only take part in the gathering
+            if self._rank == 0:  # other ranks only take part in gathering
                 tensors[name] = tensor.contiguous().cpu()
         if self._rank == 0:
             write_checkpoint(target, self._path, tensors, dtype)
-        dist.barrier()  # when save returns, the checkpoint is there, whichever rank asks
+        dist.barrier()  # the checkpoint exists when `save` returns on any rank
 
     def save_state(self, path: str | Path) -> None:
-        """Write all that the next update depends on into a new directory, which every rank must see."""
+        """Write parameters, optimizer state and counters into a new directory that every rank can access."""
         counters = LearnerCounters(num_updates=self._num_updates, num_steps=self._num_steps, kv_scales=self.kv_scales)
         write_state(Path(path), self._parameters(), self._optimizer, counters)
 
     def load_state(self, path: str | Path) -> None:
-        """Go on from a directory that `save_state` wrote, with this or another number of ranks."""
-        self._forget_gradients()
+        """Restore a directory written by `save_state`, with any number of ranks."""
+        self.discard()
         counters = read_state(Path(path), self._parameters(), self._optimizer)
         self._num_updates, self._num_steps = counters.num_updates, counters.num_steps
         self.kv_scales = counters.kv_scales
 
     def close(self) -> None:
-        """Leave the process group; the learner cannot be used any more."""
+        """Destroy the process group. The learner is unusable afterwards."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -291,11 +294,11 @@ class FsdpLearner:
         return self._scorer
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        self._scorer.state_dict()  # FSDP2 puts the shards back in place for it
+        self._scorer.state_dict()  # makes FSDP2 reshard the parameters
         return dict(self._scorer.named_parameters())
 
     def _sharded(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # A tied output head is in the state dict twice; the checkpoint's own names say whether it is written twice.
+        # A tied output head is in the state dict twice. The checkpoint's names decide whether it is written twice.
         state = self._scorer.policy.state_dict()
         return ((name, tensor) for name, tensor in state.items() if name in self._names)
 
@@ -306,12 +309,12 @@ class FsdpLearner:
                     f"samples[{i}].num_prompt_tokens: got {sample.num_prompt_tokens}; must be "
                     f"1..{len(sample.token_ids)} because the first response token needs a token before it"
                 )
-            # An engine's NaN may be scored: telling how many there are, and of which engine, is the guard's work.
+            # NaN from an engine may be scored, so that the guard can count it and name the engine.
             if len(sample.logp) != sample.num_response_tokens or (trained_on and np.isnan(sample.logp).any()):
                 raise ValueError(
-                    f"samples[{i}].logp: got {len(sample.logp)} values, {np.isnan(sample.logp).sum()} of them NaN; "
-                    f"must be a number for each of the {sample.num_response_tokens} response tokens because ratios are "
-                    "taken against them"
+                    f"samples[{i}].logp: got {len(sample.logp)} values, {np.isnan(sample.logp).sum()} NaN; must be a "
+                    f"number for each of {sample.num_response_tokens} response tokens because ratios are computed from "
+                    "them"
                 )
 
     def _passes(self, samples: Sequence[Sample]) -> Iterator[PaddedBatch]:
@@ -320,16 +323,16 @@ class FsdpLearner:
         return (make_batch(samples, indices, self._device) for indices in plan[self._rank])
 
     def _minibatches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """The samples in random parts of equal size, the same on every rank."""
+        """Split the samples randomly into parts of equal size, the same on every rank."""
         order = np.arange(len(samples))
-        if self._config.minibatches > 1:  # neighbours are of one group: in order, a step would see few prompts
+        if self._config.minibatches > 1:  # neighbors share a group: in order, a step would see few prompts
             order = np.random.default_rng((self._seed, self._num_updates)).permutation(len(samples))
         for part in np.array_split(order, self._config.minibatches):
             if len(part):
                 yield [samples[i] for i in part]
 
     def _accumulate(self, samples: Sequence[Sample]) -> LossSums:
-        """Gradients of one minibatch, and its sums over all ranks."""
+        """Accumulate the gradients of one minibatch, and return its sums over all ranks."""
         sums, normaliser = LossSums(), self._normaliser(samples)
         for batch in self._passes(samples):
             logp_N, entropy_N, _ = self._scorer(batch.input_ids_BS, batch.position_N, batch.target_N)
@@ -349,22 +352,23 @@ class FsdpLearner:
             normaliser=normaliser,
             config=self._objective,
         )
-        # FSDP2 averages gradients over ranks, while the normaliser already counts all of them.
+        # FSDP2 averages gradients over ranks, but the normaliser already counts every rank.
         (part.loss * self._world_size).backward()
         return part.sums
 
     def _normaliser(self, samples: Sequence[Sample]) -> float:
         return loss_normaliser([sample.num_response_tokens for sample in samples], self._objective.loss)
 
-    def _can_go_ahead(self, samples: Sequence[Sample]) -> bool:
-        """Whether an update on these is one step on the present policy. An engine's NaN is refused by `update`."""
+    def _can_hold_gradients(self, samples: Sequence[Sample]) -> bool:
+        """Return whether an update on the samples is one optimizer step. `apply` refuses NaN from engines."""
         finite = not any(np.isnan(sample.logp).any() for sample in samples)
         return self._config.minibatches == 1 and len(samples) > 0 and finite
 
     def _corrected(
         self, samples: Sequence[Sample], batch: PaddedBatch, logp_N: torch.Tensor, correction: CorrectionConfig
     ) -> PaddedBatch:
-        """The batch as `correct` makes it once the whole batch is scored: a rollout's weights are its own."""
+        """Correct the samples of one pass. Weights depend on one rollout only, so the result equals `correct` on all
+        samples."""
         if not batch.indices:
             return batch
         chosen = [samples[i] for i in batch.indices]
@@ -372,22 +376,16 @@ class FsdpLearner:
         logp = np.split(logp_N.detach().cpu().numpy(), bounds)
         return make_batch(correct(chosen, logp, correction), tuple(range(len(chosen))), self._device)
 
-    def _forget_gradients(self) -> None:
-        self._ahead = None
-        self._optimizer.zero_grad()
-
     def _over_ranks(self, sums: LossSums) -> LossSums:
-        if self._world_size == 1:
-            return sums
         total = torch.tensor(sums.values(), dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
         return LossSums.of(total.tolist())
 
     def _step(self) -> float:
-        """Clip, step, and return the gradient's norm before clipping."""
+        """Clip, step, and return the gradient norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self._scorer.parameters(), self._config.max_grad_norm)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-        if np.isfinite(grad_norm):  # a step along NaN would destroy the policy; the count of skipped steps tells of it
+        if np.isfinite(grad_norm):  # NaN would destroy the policy; `policy/skipped_steps` counts it
             for group in self._optimizer.param_groups:
                 group["lr"] = self._learning_rate(self._num_steps)
             self._optimizer.step()

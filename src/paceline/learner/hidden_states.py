@@ -22,15 +22,15 @@ from paceline.drafters.buffer import Buffer, document_bytes
 from paceline.drafters.packing import Document
 from paceline.learner.batch import draw
 from paceline.learner.fsdp import FsdpLearner
-from paceline.learner.scoring import LogpResult
-from paceline.types import Floats, Sample
+from paceline.learner.scoring import RankScores
+from paceline.types import Sample
 
 CHUNK_ROLLOUTS = 64
 """Rollouts whose hidden states are computed and held at once, by those who go through many."""
 
 
 class HiddenStateTap:
-    """One rank of the learner with the drafter's taps in it. `score` is collective, as `FsdpLearner.logp` is."""
+    """One rank of the learner with the drafter's taps in it. `score` is collective, as `FsdpLearner.score` is."""
 
     def __init__(self, learner: FsdpLearner, taps: Sequence[int]) -> None:
         self._learner = learner
@@ -42,9 +42,9 @@ class HiddenStateTap:
 
     def score(
         self, samples: Sequence[Sample], chosen: Collection[int], correction: CorrectionConfig | None = None
-    ) -> tuple[LogpResult, list[Document]]:
+    ) -> tuple[RankScores, list[Document]]:
         """Score all samples, and make documents of those chosen samples that this rank computed."""
-        result = self._learner.logp(samples, taps=self._taps, tapped=chosen, correction=correction)
+        result = self._learner.score(samples, taps=self._taps, tapped=chosen, correction=correction)
         documents = [
             Document(
                 token_ids=samples[i].token_ids,
@@ -81,7 +81,7 @@ class HiddenStateWriter:
         self.num_failures = 0
         """Steps whose hidden states could not be written."""
 
-    def logp(self, samples: Sequence[Sample], correction: CorrectionConfig | None = None) -> Sequence[Floats]:
+    def score(self, samples: Sequence[Sample], correction: CorrectionConfig | None = None) -> RankScores:
         """Score all samples and write some of them. A failed write costs the drafter training data, not the run."""
         version = self._learner.num_updates  # counted by the learner's state, so that a run that goes on chooses alike
         config, taps = self._settings.buffer, self._settings.taps
@@ -101,7 +101,7 @@ class HiddenStateWriter:
                 self._buffer.put_head(head_VD.cpu().numpy(), version)
         except OSError:
             self.num_failures += 1
-        return result.logp
+        return result
 
     def counters(self) -> dict[str, float]:
         """Failures since the start, by metric key."""

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from paceline.learner.checkpoint import output_head
-from paceline.types import Floats, Sample
+from paceline.types import Floats, PendingGradients, Sample
 
 _CHUNK_ELEMENTS = 1 << 26
 """Logits held at once: 256 MB in float32. Eight thousand tokens of a vocabulary of 150,000 would need 5 GB, and as much
@@ -38,9 +38,8 @@ class HiddenStates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LogpResult:
-    """Scores of samples in the caller's order, the same on every rank; hidden states stay on the rank that computed
-    them."""
+class RankScores:
+    """Scores of samples in their order, the same on every rank; hidden states stay on the rank that computed them."""
 
     logp: tuple[Floats, ...]
     """Log-probability of each response token, at the rollout temperature."""
@@ -48,6 +47,7 @@ class LogpResult:
     """Entropy of the distribution that each response token was drawn from."""
     states: Mapping[int, HiddenStates]
     """Hidden states by index into the samples; empty without taps. Each requested sample is on exactly one rank."""
+    pending: PendingGradients | None = None
 
 
 class TokenScorer(nn.Module):

@@ -162,15 +162,18 @@ class _Run:
             self.journal.event("update_skipped", why="every group has equal rewards, or one that failed")
             return
         with stage("logprob"):
-            logp = await learner.logp(samples, correction=self.mismatch.correction)
-            samples, decision = await self.mismatch.judge(samples, logp, version=self.version)
+            scores = await learner.score(samples, correction=self.mismatch.correction, hand_over=True)
+            verdict = await self.mismatch.judge(samples, scores, version=self.version)
+        decision = verdict.decision
         if decision.update:
             with stage("train"):
-                for key, value in (await learner.update(samples)).items():
+                for key, value in (await learner.apply(verdict.samples, pending=verdict.pending)).items():
                     self.journal.metrics.add(key, Mean(value))
                 self.version += 1
             if self.config.rollout.engine.kv_cache == "fp8":
                 await calibrate(learner, samples, self.version, self.journal)
+        else:
+            await learner.discard()
         await drafter.train_inline()
         with stage("sync"):
             await drafter.close_phase()

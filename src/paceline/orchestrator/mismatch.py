@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,20 @@ from paceline.learner.guard import GuardDecision, GuardState, Rung, decide, leas
 from paceline.learner.objective import k3_of
 from paceline.metrics import Max, Mean, Sum
 from paceline.orchestrator.journal import Journal
-from paceline.types import Floats, Learner, PacelineError, Sample
+from paceline.types import Floats, Learner, PacelineError, PendingGradients, Sample, Scores
 
 _FLOOR_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Verdict:
+    """The guard's decision on one step, and the arguments of `Learner.apply`."""
+
+    decision: GuardDecision
+    samples: Sequence[Sample]
+    """Corrected samples."""
+    pending: PendingGradients | None
+    """Gradients of the scoring pass, if it used the correction that was decided on."""
 
 
 class MismatchMonitor:
@@ -68,12 +79,9 @@ class MismatchMonitor:
         self._state = GuardState(**{**guard, "past": tuple(guard["past"]), "rung": Rung(guard["rung"])})
         self._rung = Rung(state["rung"])
 
-    async def judge(
-        self, samples: Sequence[Sample], learner_logp: Sequence[Floats], *, version: int
-    ) -> tuple[list[Sample], GuardDecision]:
-        """The samples as the update should take them, and what the loop has to do besides. `version` is the present
-        policy's."""
-        began_s = asyncio.get_running_loop().time()
+    async def judge(self, samples: Sequence[Sample], scores: Scores, *, version: int) -> Verdict:
+        """Judge samples that the learner scored with policy `version`, and correct them."""
+        began_s, learner_logp = asyncio.get_running_loop().time(), scores.logp
         ratios = self._of_engines(Ratios.of([sample.logp for sample in samples], learner_logp), samples, version)
         gaps = gaps_by_engine(samples, ratios)
         finite = all(np.isfinite(logp).all() for logp in learner_logp)
@@ -103,7 +111,10 @@ class MismatchMonitor:
             self._journal.metrics.add("correction/weight_mean", Mean(float(weight.sum()), len(weight)))
             self._journal.metrics.add("correction/masked_share", Mean(float((weight == 0).sum()), len(weight)))
         self._journal.metrics.add("mismatch/cost_s", Sum(asyncio.get_running_loop().time() - began_s))
-        return corrected, decision
+        pending = scores.pending
+        if pending is not None and pending.correction != correction:
+            pending = None
+        return Verdict(decision=decision, samples=corrected, pending=pending)
 
     def _of_engines(self, ratios: Ratios, samples: Sequence[Sample], version: int) -> Ratios:
         """Ratios of the tokens that say something about engines; of the others only the mean gap is recorded."""
@@ -130,7 +141,7 @@ class MismatchMonitor:
         lengths = [len(sample.token_ids) for sample in samples]
         rng = np.random.default_rng((self._config.run.seed, self._journal.step))
         chosen = draw(lengths, _FLOOR_SHARE * sum(lengths), rng, fewest=1)
-        again = await self._learner.logp_again([samples[i] for i in chosen])
+        again = (await self._learner.score([samples[i] for i in chosen])).logp
         gap = Ratios.of([learner_logp[i] for i in chosen], again)
         self._journal.metrics.add("mismatch/floor_k3", Mean(float(k3_of(gap.clamped_N).sum()), len(gap.log_N)))
 

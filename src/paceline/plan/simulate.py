@@ -15,17 +15,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from paceline.config import CorrectionConfig
 from paceline.types import (
     DraftBin,
     EngineLostError,
-    Floats,
     Group,
+    PendingGradients,
     Prompt,
     Receipt,
     Rollout,
     RolloutId,
     RolloutRequest,
     Sample,
+    Scores,
     Tokens,
 )
 
@@ -211,14 +213,16 @@ class SimulatedLearner:
 
     seconds_per_token: float = 0.0
 
-    async def logp(self, samples: Sequence[Sample], *, correction: Any = None) -> Sequence[Floats]:
+    async def score(
+        self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None, hand_over: bool = False
+    ) -> Scores:
         await asyncio.sleep(self.seconds_per_token / 3 * sum(len(sample.token_ids) for sample in samples))
-        return [sample.logp for sample in samples]
+        return Scores(logp=[sample.logp for sample in samples])
 
-    async def logp_again(self, samples: Sequence[Sample]) -> Sequence[Floats]:
-        return await self.logp(samples)
+    async def discard(self) -> None:
+        return
 
-    async def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+    async def apply(self, samples: Sequence[Sample], *, pending: PendingGradients | None = None) -> Mapping[str, float]:
         await asyncio.sleep(self.seconds_per_token * sum(len(sample.token_ids) for sample in samples))
         return {"policy/loss": 0.0}
 

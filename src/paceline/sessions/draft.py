@@ -1,6 +1,6 @@
 """Offline training of a drafter on the policy's own rollouts.
 
-    prompts ──▶ engine (no speculation) ──rollouts──▶ learner.logp ──hidden states──▶ DrafterTrainer ──▶ checkpoint
+    prompts ──▶ engine (no speculation) ──rollouts──▶ learner.score ──hidden states──▶ DrafterTrainer ──▶ checkpoint
                                                                                          │
                                               held-out rollouts ──▶ evaluate ──▶ overlap, accepted length
 
