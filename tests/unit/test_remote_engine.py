@@ -17,9 +17,10 @@ from paceline.cluster.clock import RemoteClock
 from paceline.cluster.proxies import RemoteEngine
 from paceline.cluster.remote_learner import RemoteLearner
 from paceline.cluster.resources import object_store_bytes
-from paceline.config import EngineConfig, LearnerConfig, load_config
+from paceline.config import EngineConfig, load_config
 from paceline.types import DraftBin, EngineLostError, GroupId, PacelineError, Receipt, Rollout
 from paceline.weights.message import Push
+from specs import engine_spec, learner_spec
 
 FAR_S = 5000.0
 """How much longer the other machine has been running."""
@@ -40,7 +41,7 @@ class FakeActor:
         self._delays_s = iter([0.2, 0.01, 0.1, 0.05])
         self.push_s = 0.0
         self.submit = self.counters = Method(self._start)
-        for name in ("start", "clock", "collect", "call", "receive"):
+        for name in ("start", "clock", "collect", "take_timeline", "receive"):
             setattr(self, name, Method(getattr(self, f"_{name}")))
 
     async def _start(self, *_: Any) -> int:
@@ -69,8 +70,7 @@ class FakeActor:
             )
         ]
 
-    async def _call(self, method: str) -> list[DraftBin]:
-        assert method == "take_timeline"
+    async def _take_timeline(self) -> list[DraftBin]:
         return [DraftBin(self._now_s(), 0.5, 1, 1, 1, 1, 1)]
 
     async def _receive(self, push: Push) -> Receipt:
@@ -83,7 +83,7 @@ class FakeActor:
 
 def engine_on(machine: str, **deadlines: float) -> tuple[RemoteEngine, FakeActor]:
     actor = FakeActor(machine)
-    return RemoteEngine("engine-0", actor, EngineConfig(**deadlines)), actor  # pyright: ignore[reportArgumentType]
+    return RemoteEngine(actor, engine_spec(config=EngineConfig(**deadlines))), actor  # pyright: ignore[reportArgumentType]
 
 
 def test_times_of_another_machine_are_told_on_the_drivers_clock() -> None:
@@ -91,7 +91,7 @@ def test_times_of_another_machine_are_told_on_the_drivers_clock() -> None:
     engine, _ = engine_on("far")
 
     async def work() -> None:
-        await engine.start("", 0, None, None, "cpu")
+        await engine.start()
         before_s = time.monotonic()
         (rollout,) = await engine.collect()
         (item,) = await engine.take_timeline()
@@ -108,7 +108,7 @@ def test_times_of_this_machine_are_left_alone() -> None:
     engine, actor = engine_on(clock.this_machine())
 
     async def work() -> None:
-        await engine.start("", 0, None, None, "cpu")
+        await engine.start()
         began_s = time.monotonic()
         (rollout,) = await engine.collect()
         assert began_s <= rollout.started_s <= rollout.finished_s <= time.monotonic()
@@ -189,7 +189,7 @@ def test_lost_learner_is_an_error_that_says_so(error: Exception) -> None:
 
     actor, other = FakeActor("far"), FakeActor("far")
     actor.counters, other.counters = Method(counters), Method(counters)
-    learner = RemoteLearner(lambda: [actor, other], LearnerConfig(), max_restarts=3)
+    learner = RemoteLearner(lambda: [actor, other], learner_spec(), max_restarts=3)
     with pytest.raises(PacelineError, match="the learner is lost: "):
         asyncio.run(learner.counters())
 

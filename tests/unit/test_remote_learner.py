@@ -13,10 +13,10 @@ import ray.exceptions as ray_errors
 
 from paceline.cluster import remote_learner
 from paceline.cluster.remote_learner import RemoteLearner
-from paceline.config import LearnerConfig, load_config
 from paceline.files import atomic_directory
 from paceline.orchestrator.store import Store
 from paceline.types import LearnerLostError, PacelineError
+from specs import learner_spec
 
 
 class Method:
@@ -78,7 +78,7 @@ class Room:
         self.dies_in: list[str] = []
         self.lives: list[Rank] = []
         self.events: list[str] = []
-        self.learner = RemoteLearner(self._create, LearnerConfig(), max_restarts=max_restarts)
+        self.learner = RemoteLearner(self._create, learner_spec(), max_restarts=max_restarts)
         if heals:
             self.learner.heal(lambda what, **fields: self.events.append(what))
 
@@ -87,7 +87,7 @@ class Room:
         return [self.lives[-1]]
 
     async def start(self) -> RemoteLearner:
-        await self.learner.start("model", load_config(None, []), None, device="cpu", transport="shared_memory")
+        await self.learner.start()
         return self.learner
 
 
@@ -186,7 +186,7 @@ def test_learner_that_always_dies_ends_the_run_and_says_so(monkeypatch):
         room.dies_in = ["apply"] * 3
         await learner.apply(samples("a"))
 
-    with pytest.raises(LearnerLostError, match=r"process ended during apply.*started again 2 times in a row"):
+    with pytest.raises(LearnerLostError, match=r"process ended during apply.*restarted 2 times in a row"):
         asyncio.run(steps())
     assert len(room.lives) == 3
 

@@ -44,7 +44,7 @@ class FakeLearner:
     async def join_group(self) -> str | None:
         if self.dies_in_join:
             self.dies_in_join, self.num_restarts = False, self.num_restarts + 1
-            return "the learner was lost meanwhile"
+            return "the learner was lost and restarted"
         return self.absent
 
     async def stage(self, version: int) -> Push:
@@ -228,7 +228,7 @@ def test_group_that_nobody_is_missing_from_and_that_still_fails_ends_the_run() -
     """Trying again would wait for ever: a firewall between learner and engines."""
     scene = Scene()
     scene.learner.absent = "timed out"
-    with pytest.raises(PacelineError, match="did not meet in a process group: timed out"):
+    with pytest.raises(PacelineError, match="could not form a process group: timed out"):
         scene.send(1)
 
 

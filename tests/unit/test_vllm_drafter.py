@@ -33,6 +33,7 @@ from paceline.sessions.train import with_drafter
 from paceline.types import PacelineError
 from paceline.weights.check import inventory
 from random_policy import make_mtp_policy, make_policy
+from specs import learner_spec
 
 ENGINE = EngineConfig(max_num_seqs=8)
 
@@ -192,22 +193,8 @@ def test_engines_in_fp8_are_refused_for_a_policy_with_heads(tmp_path: Path) -> N
     """The sender would promise codes of layers that the policy does not have: every engine would be given up."""
     path = make_mtp_policy(tmp_path / "mtp", step=5)
     actor = LearnerActor(0)
-    engine = EngineConfig(weights="fp8")
     with pytest.raises(PacelineError, match=r"^rollout\.engine\.weights: got 'fp8' with .*mtp_layers"):
-        actor.start(
-            str(path),
-            LearnerConfig(),
-            ObjectiveConfig(),
-            1.0,
-            0,
-            None,
-            engine,
-            None,
-            None,
-            None,
-            "cpu",
-            "shared_memory",
-        )
+        actor.start(learner_spec(model_path=str(path), engine=EngineConfig(weights="fp8")))
     actor._learner.close()
 
 

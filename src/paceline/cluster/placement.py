@@ -33,6 +33,7 @@ from paceline.cluster.ray_session import ray_session
 from paceline.cluster.remote_learner import RemoteLearner
 from paceline.cluster.resources import cluster_nodes
 from paceline.cluster.sender import RemoteSender
+from paceline.cluster.specs import EngineSpec, LearnerRankSpec
 from paceline.cluster.trainers import RemoteTrainer, RoundSender
 from paceline.config import Config, EngineConfig, LearnedDrafter, SpeculationConfig
 from paceline.drafters.checkpoint import read_taps, with_own_embeddings
@@ -118,10 +119,18 @@ class Cluster:
 class EngineRoom:
     """The places of a run's engines: starts the first engine of each, and later ones in the same bundle."""
 
-    def __init__(self, config: Config, layout: ClusterLayout, group: PlacementGroup) -> None:
-        self.config, self.speculation = config.rollout.engine, config.speculation
+    def __init__(
+        self,
+        config: Config,
+        layout: ClusterLayout,
+        group: PlacementGroup,
+        model_path: Path,
+        speculation: SpeculationConfig | None,
+    ) -> None:
+        self.config, self.speculation = config.rollout.engine, speculation
         """What engines are started with."""
         self._run = config
+        self._model_path = model_path
         self._layout = layout
         self._group = group
         cores, gpu = sorted(os.sched_getaffinity(0)), layout.device == "gpu"
@@ -136,33 +145,33 @@ class EngineRoom:
         assert self._run.speculation is not None, "the config says so"
         return self._run.speculation if learned else self._run.speculation.from_history
 
-    async def start(self, name: str, model_path: Path) -> None:
-        self._model_path = model_path
-        index = self._index(name)
-        place, _, life = name.partition("#")
-        # Another seed for each life: an engine that samples what its predecessor has sampled would explore nothing.
-        seed = self._run.run.seed * 1000 + index + 1_000_000 * (int(life or 1) - 1)
-        device = self._layout.device
-        await self.engines[place].start(str(model_path), seed, self.cores[index], self.speculation, device)
-
     async def start_again(self, name: str) -> RemoteEngine:
         """Start an engine in the place of a lost one, whose process has to be gone before there is room."""
         place = place_of(name)
         await self.engines[place].close()
         engine = self.engines[place] = self._create(name)
         try:
-            await self.start(name, self._model_path)
+            await engine.start()
         except BaseException:
             ray.kill(engine.actor)
             raise
         return engine
 
     def _create(self, name: str) -> RemoteEngine:
-        bundle = self._layout.engines[self._index(name)]
-        return RemoteEngine(name, create(EngineActor, self._layout, self._group, bundle), self.config)
-
-    def _index(self, name: str) -> int:
-        return int(place_of(name).removeprefix("engine-"))
+        place, _, life = name.partition("#")
+        index = int(place.removeprefix("engine-"))
+        cores = self.cores[index]
+        spec = EngineSpec(
+            name=name,
+            model_path=str(self._model_path),
+            config=self.config,
+            speculation=self.speculation,
+            # A new seed for each restart: the same samples again would explore nothing.
+            seed=self._run.run.seed * 1000 + index + 1_000_000 * (int(life or 1) - 1),
+            cores=None if cores is None else tuple(cores),
+            device=self._layout.device,
+        )
+        return RemoteEngine(create(EngineActor, self._layout, self._group, self._layout.engines[index]), spec)
 
 
 @asynccontextmanager
@@ -175,13 +184,15 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
         if directory is not None:
             _check_training(config, layout)
             config = _with_own_embeddings(config, model_path, directory)
+        speculation = config.speculation
+        if speculation is not None and is_new:
+            speculation = speculation.from_history
+        spec = _learner_spec(config, layout, model_path, directory)
         group = reserve(layout)
-        engines = EngineRoom(config, layout, group)
-        if is_new:
-            engines.speculation = engines.drafting(learned=False)
+        engines = EngineRoom(config, layout, group, model_path, speculation)
         learner = RemoteLearner(
             lambda: [create(LearnerActor, layout, group, index, rank) for rank, index in enumerate(layout.ranks)],
-            config.learner,
+            spec,
             max_restarts=config.rollout.max_restarts,
         )
         deadline_s = _ABANDON_DEADLINE_S
@@ -222,28 +233,9 @@ async def _start_actors(
     directory: Path | None,
 ) -> Cluster:
     """Start engines and learner at the same time. `directory` is for drafter training."""
-    cores = sorted(os.sched_getaffinity(0))
-    gpu = layout.device == "gpu"
-    starting = [room.start(name, model_path) for name in room.engines]
-    threads = None if gpu else config.learner.cpus or max(1, len(cores) // config.learner.world_size)
-    learner_cores = (
-        None if gpu or config.learner.cpus is None else cores[: config.learner.cpus * config.learner.world_size]
-    )
-    hand_over = None if directory is None else _hand_over(config, model_path, directory)
-    transport = layout.transport
-    starting.append(
-        learner.start(
-            str(model_path),
-            config,
-            threads,
-            learner_cores,
-            hand_over,
-            device=layout.device,
-            transport=transport,
-        )
-    )
-    await asyncio.gather(*starting)
     engines = list(room.engines.values())
+    await asyncio.gather(*(engine.start() for engine in engines), learner.start())
+    transport = layout.transport
     members = Members(engines)
     max_restarts = config.rollout.max_restarts
     if directory is None:
@@ -274,7 +266,7 @@ async def _start_actors(
     apart = [
         engine.name
         for engine, share in zip(engines, room.cores, strict=True)
-        if share is None or not set(share) & set(learner_cores or cores)
+        if share is None or not set(share) & set(learner.spec.cores or os.sched_getaffinity(0))
     ]
     store = FileStore(directory, checkpoint, members.names, speculation)
     drafter_sender = RoundSender(sender, store.rounds)
@@ -342,6 +334,24 @@ def _trained_drafter(config: Config) -> tuple[SpeculationConfig, Path]:
     speculation = config.speculation
     assert speculation is not None and isinstance(speculation.drafter, LearnedDrafter), "the config says so"
     return speculation, Path(speculation.drafter.path)
+
+
+def _learner_spec(config: Config, layout: ClusterLayout, model_path: Path, directory: Path | None) -> LearnerRankSpec:
+    cores, num_cpus, world_size = sorted(os.sched_getaffinity(0)), config.learner.cpus, config.learner.world_size
+    gpu = layout.device == "gpu"
+    return LearnerRankSpec(
+        model_path=str(model_path),
+        learner=config.learner,
+        objective=config.objective,
+        temperature=config.rollout.temperature,
+        seed=config.run.seed,
+        engine=config.rollout.engine,
+        num_threads=None if gpu else num_cpus or max(1, len(cores) // world_size),
+        cores=None if gpu or num_cpus is None else tuple(cores[: num_cpus * world_size]),
+        hand_over=None if directory is None else _hand_over(config, model_path, directory),
+        device=layout.device,
+        transport=layout.transport,
+    )
 
 
 def _hand_over(config: Config, model_path: Path, directory: Path) -> HiddenStateWriterSettings:

@@ -1,7 +1,4 @@
-"""An engine's actor as the loop sees it. The learner is in remote_learner.py, what sends its weights in sender.py.
-
-Every call to an actor has a deadline, because Ray calls a stopped process alive.
-"""
+"""Engine proxy over a Ray actor. Every call has a deadline, because Ray reports a stopped process as alive."""
 
 from __future__ import annotations
 
@@ -9,16 +6,17 @@ import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from paceline.cluster.clock import RemoteClock
+from paceline.cluster.specs import EngineSpec
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters.worker import WorkerSettings
 from paceline.types import (
-    DeviceKind,
     DraftBin,
     EngineLostError,
     PacelineError,
@@ -33,8 +31,7 @@ from paceline.weights.message import Push
 T = TypeVar("T")
 
 _POLL_S = 10.0
-"""An engine answers `collect` at least this often, with nothing if nothing has finished: silence means that it is
-lost."""
+"""Longest wait of one poll. The actor answers an empty poll, so a missing answer means a lost engine."""
 CLOSE_DEADLINE_S = 8.0
 _NO_DEADLINE_S = 1e6
 
@@ -42,159 +39,151 @@ _NO_DEADLINE_S = 1e6
 class RemoteEngine:
     """types.Engine over an EngineActor."""
 
-    def __init__(self, name: str, actor: Any, config: EngineConfig) -> None:
-        self.name = name
+    def __init__(self, actor: Any, spec: EngineSpec) -> None:
         self.actor = actor
+        self._spec = spec
+        self.name = spec.name
         self.pid = 0
-        self._config = config
-        self.speculation: SpeculationConfig | None = None
-        """What it was started with, like `config`."""
         self.start_s = 0.0
-        """Seconds that its last start took."""
+        """Duration of the last start."""
         self._clock = RemoteClock()
         self._closing: asyncio.Task[None] | None = None
 
-    async def start(
-        self,
-        model_path: str,
-        seed: int,
-        cpus: Sequence[int] | None,
-        speculation: SpeculationConfig | None,
-        device: DeviceKind,
-    ) -> None:
-        began_s, self.speculation = time.monotonic(), speculation
-        starting = self.actor.start.remote(self.name, model_path, self._config, seed, cpus, speculation, device)
-        self.pid = await self._answer("start", starting, self._config.start_deadline_s + self._config.call_deadline_s)
+    @property
+    def config(self) -> EngineConfig:
+        return self._spec.config
+
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        return self._spec.speculation
+
+    async def start(self) -> None:
+        began_s = time.monotonic()
+        self.pid = await self._ask("start", self._spec, deadline_s=self._start_deadline_s)
         self.start_s = time.monotonic() - began_s
         for _ in range(3):
             await self._compare_clocks()
 
     async def restart(self, config: EngineConfig, speculation: SpeculationConfig | None) -> None:
-        began_s, self._config, self.speculation = time.monotonic(), config, speculation
-        restarting = self.actor.restart.remote(config, speculation)
-        await self._answer("restart", restarting, config.start_deadline_s + config.call_deadline_s)
+        began_s, self._spec = time.monotonic(), replace(self._spec, config=config, speculation=speculation)
+        await self._ask("restart", self._spec, deadline_s=self._start_deadline_s)
         self.start_s = time.monotonic() - began_s
 
-    @property
-    def config(self) -> EngineConfig:
-        """What it was started with."""
-        return self._config
-
     async def heartbeat(self) -> None:
-        """Return when the engine has shown that it lives. Whoever asks decides how long that may take."""
-        await self._answer("heartbeat", self.actor.heartbeat.remote(), _NO_DEADLINE_S)
+        """Return when the engine has answered. The caller sets the deadline."""
+        await self._ask("heartbeat", deadline_s=_NO_DEADLINE_S)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        await self._answer("submit", self.actor.submit.remote(list(requests)))
+        await self._ask("submit", list(requests))
 
     async def abort(self, ids: Sequence[RolloutId]) -> None:
-        await self._answer("abort", self.actor.abort.remote(list(ids)))
+        await self._ask("abort", list(ids))
 
     async def collect(self) -> Sequence[Rollout]:
         while True:
-            rollouts = await self._answer(
-                "collect", self.actor.collect.remote(_POLL_S), _POLL_S + self._config.call_deadline_s
-            )
-            if rollouts:
+            if rollouts := await self._poll("collect"):
                 return [self._clock.rollout(rollout) for rollout in rollouts]
 
     async def receive(self, push: Push) -> Receipt:
-        """Like all of types.Engine it raises when the engine is gone; a push that was refused is in the receipt."""
-        # Beside the push it pauses, drops cached prefixes, sets the version and resumes.
-        deadline_s = self._config.push_deadline_s + 5 * self._config.call_deadline_s
-        return await self._answer("receive", self.actor.receive.remote(push), deadline_s)
+        """Deliver a push. The receipt reports a refused push; a lost engine raises EngineLostError."""
+        # The engine also pauses, drops cached prefixes, sets the version and resumes.
+        deadline_s = self.config.push_deadline_s + 5 * self.config.call_deadline_s
+        return await self._ask("receive", push, deadline_s=deadline_s)
 
     async def join_group(self, address: GroupAddress, first_rank: int) -> str | None:
-        deadline_s = self._config.push_deadline_s + self._config.call_deadline_s
-        return await self._answer("join_group", self.actor.join_group.remote(address, first_rank), deadline_s)
+        deadline_s = self.config.push_deadline_s + self.config.call_deadline_s
+        return await self._ask("join_group", address, first_rank, deadline_s=deadline_s)
 
     async def pause(self) -> None:
-        await self._answer("pause", self.actor.call.remote("pause"))
+        await self._ask("pause")
 
     async def resume(self) -> None:
-        await self._answer("resume", self.actor.call.remote("resume"))
+        await self._ask("resume")
 
     async def sleep(self) -> None:
-        await self._answer("sleep", self.actor.call.remote("sleep"))
+        await self._ask("sleep")
 
     async def wake(self) -> None:
-        await self._answer("wake", self.actor.call.remote("wake"))
+        await self._ask("wake")
 
     async def stop_speculation(self) -> None:
-        await self._answer("stop_speculation", self.actor.call.remote("stop_speculation"))
+        await self._ask("stop_speculation")
 
     async def trainer_start(self, settings: WorkerSettings) -> int:
-        return await self._answer("trainer_start", self.actor.trainer_start.remote(settings))
+        return await self._ask("trainer_start", settings)
 
     async def trainer_ready(self) -> None:
-        wait_s = self._config.start_deadline_s
-        ready = self.actor.trainer_ready.remote(wait_s)
-        await self._answer("trainer_ready", ready, wait_s + self._config.call_deadline_s)
+        await self._ask("trainer_ready", self.config.start_deadline_s, deadline_s=self._start_deadline_s)
 
     async def trainer_lease(self) -> float:
-        return await self._answer("trainer_lease", self.actor.trainer_lease.remote())
+        return await self._ask("trainer_lease")
 
     async def trainer_recall(self) -> None:
-        await self._answer("trainer_recall", self.actor.trainer_recall.remote())
+        await self._ask("trainer_recall")
 
     async def trainer_kill(self) -> None:
-        await self._answer("trainer_kill", self.actor.trainer_kill.remote())
+        await self._ask("trainer_kill")
 
     async def trainer_ended(self) -> int:
         while True:
-            answer = self.actor.trainer_ended.remote(_POLL_S)
-            code = await self._answer("trainer_ended", answer, _POLL_S + self._config.call_deadline_s)
-            if code is not None:
+            if (code := await self._poll("trainer_ended")) is not None:
                 return code
 
     async def metrics(self) -> Mapping[str, float]:
-        return await self._answer("metrics", self.actor.call.remote("metrics"))
+        return await self._ask("metrics")
 
     async def take_timeline(self) -> Sequence[DraftBin]:
         if not self._clock.is_shared:
-            await self._compare_clocks()  # every step: clocks of two machines drift apart
-        bins = await self._answer("take_timeline", self.actor.call.remote("take_timeline"))
-        return [self._clock.draft_bin(item) for item in bins]
+            await self._compare_clocks()  # every step, because clocks of two machines drift apart
+        return [self._clock.draft_bin(item) for item in await self._ask("take_timeline")]
 
     async def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
-        """End the actor; a second call waits for the first, which may still be ending what belongs to the actor."""
+        """Close the engine and kill the actor. Another call waits for the first."""
         self._closing = self._closing or asyncio.create_task(self._close(deadline_s))
         await asyncio.shield(self._closing)
 
     async def _close(self, deadline_s: float) -> None:
-        with suppress(PacelineError):  # it is killed next in either case
-            await self._answer("close", self.actor.call.remote("close"), deadline_s)
+        with suppress(PacelineError):  # the actor is killed next
+            await self._ask("close", deadline_s=deadline_s)
         ray.kill(self.actor)
 
     async def _compare_clocks(self) -> None:
         asked_s = time.monotonic()
-        machine, theirs_s = await self._answer("clock", self.actor.clock.remote())
+        machine, theirs_s = await self._ask("clock")
         self._clock.compare(machine, asked_s=asked_s, theirs_s=theirs_s, answered_s=time.monotonic())
 
-    async def _answer(self, what: str, answer: Awaitable[T], deadline_s: float | None = None) -> T:
-        deadline_s = deadline_s or self._config.call_deadline_s
+    @property
+    def _start_deadline_s(self) -> float:
+        return self.config.start_deadline_s + self.config.call_deadline_s
+
+    async def _poll(self, method: str) -> Any:
+        return await self._ask(method, _POLL_S, deadline_s=_POLL_S + self.config.call_deadline_s)
+
+    async def _ask(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
+        """Call a method of the actor; raise EngineLostError if the actor fails or misses the deadline."""
+        deadline_s = deadline_s or self.config.call_deadline_s
         try:
-            return await asyncio.wait_for(plain(answer), deadline_s)
+            return await asyncio.wait_for(plain(getattr(self.actor, method).remote(*args)), deadline_s)
         except TimeoutError:
-            raise EngineLostError(self.name, f"{what} did not answer within {deadline_s:.0f} s") from None
+            raise EngineLostError(self.name, f"{method} did not answer within {deadline_s:.0f} s") from None
         except RayError as error:
-            why = why_lost(error, what)
+            why = why_lost(error, method)
             if why is None:
                 raise
             raise EngineLostError(self.name, why) from None
 
 
 async def plain(answer: Awaitable[T]) -> T:
-    """Ray's futures are awaitable but no coroutines, which asyncio's combinators want."""
+    """Wrap a Ray future, which is awaitable, in the coroutine that asyncio.wait_for and gather need."""
     return await answer
 
 
 def why_lost(error: RayError, what: str) -> str | None:
-    """Why a process has to be given up after this error; None if its code has raised it and the process is sound.
+    """Return why the process is lost after this error, or None if its own code raised and the process is sound.
 
-    Ray has an error of its own for every way in which a process, its node or an answer of it can be lost, and they have
-    no base in common: an actor that is killed for memory raises no RayActorError. So all of Ray's own errors count, and
-    of those that the process itself has raised, the ones that say it can do nothing more.
+    Ray has unrelated error classes for a lost process, node or answer; an actor killed for memory raises no
+    RayActorError. So every error of Ray itself counts, and of the errors raised in the process those that mean that it
+    cannot continue.
     """
     if not isinstance(error, RayTaskError):
         return f"its process ended during {what}: {_first_line(error)}"
@@ -207,6 +196,6 @@ def why_lost(error: RayError, what: str) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Names the error too: some of Ray's say nothing else."""
+    """Return class and first line of an error. Some of Ray's errors have no message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

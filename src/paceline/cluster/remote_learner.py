@@ -1,11 +1,11 @@
-"""The learner's actors as the loop sees them: a learner that is lost is started again, and made what it was.
+"""Learner proxy over Ray actors. Restart a failed learner and restore its state.
 
-    apply, calibrate ──▶ actors             each is noted until a checkpoint covers it
+    apply, calibrate ──▶ actors             logged until a checkpoint covers them
     save_state, load_state ──▶ checkpoint ──┐
-    a rank is lost ──▶ new actors ──▶ load_state ──▶ what was noted since, again ──▶ the call that was under way
+    a rank is lost ──▶ new actors ──▶ load_state ──▶ logged calls since ──▶ the interrupted call
 
-The learner draws nothing at random that does not follow from its seed and its counters (learner/state.py), so from the
-same calls it becomes the same learner, bit for bit. The loop waits longer for an answer and sees nothing else of it.
+All randomness of the learner follows from its seed and its counters (learner/state.py), so the same calls restore the
+same learner bit for bit. The loop only waits longer for an answer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,41 +23,37 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from paceline.cluster.proxies import CLOSE_DEADLINE_S, plain, why_lost
-from paceline.config import Config, CorrectionConfig, EngineConfig, LearnerConfig
-from paceline.devices import Transport
+from paceline.cluster.specs import LearnerRankSpec
+from paceline.config import CorrectionConfig, EngineConfig
 from paceline.files import final_path
-from paceline.learner.hidden_states import HiddenStateWriterSettings
 from paceline.orchestrator.store import verify
 from paceline.orchestrator.supervision import STEADY_S
-from paceline.types import DeviceKind, LearnerLostError, PacelineError, PendingGradients, Sample, Scores
+from paceline.types import LearnerLostError, PacelineError, PendingGradients, Sample, Scores
 from paceline.weights.distributed import GroupAddress
 from paceline.weights.message import Push
 
-_CHANGING = frozenset({"apply", "calibrate"})
-"""Calls that make another learner of it."""
-_MEETINGS = frozenset({"join_group", "transmit"})
-"""Calls that others take part in; those have failed with the learner, and all of them begin again."""
+_LOGGED = frozenset({"apply", "calibrate"})
+"""Calls that change the learner's state."""
+_COLLECTIVE = frozenset({"join_group", "transmit"})
+"""Collective calls with engines. They are not repeated: the sender restarts the whole collective."""
 
 Call = tuple[str, Sequence[Any]]
-"""A method and its arguments, which are Ray's references: what does not fit into its store goes to the disk."""
+"""A method and its arguments, as Ray references, which Ray spills to disk if memory is short."""
 
 
-class Tell(Protocol):
-    """Records an event."""
-
+class RecordEvent(Protocol):
     def __call__(self, what: str, **fields: object) -> None: ...
 
 
 class LearnerLog:
-    """What makes a new learner the one that was lost: a checkpoint, and the calls since. Not more than one interval
-    between checkpoints is kept."""
+    """Latest checkpoint of the learner and the calls since: everything needed to restore it."""
 
     def __init__(self) -> None:
         self._base: Path | None = None
-        """State that the calls follow; None is the policy that the run began with."""
+        """State before the calls; None is the initial policy."""
         self._calls: list[Call] = []
         self._saved: tuple[Path, int] | None = None
-        """State that was written last, and how many of the calls it covers."""
+        """State written last, and the number of calls it covers."""
 
     def add(self, method: str, args: Sequence[Any]) -> None:
         self._advance()
@@ -66,13 +63,13 @@ class LearnerLog:
         self._base, self._calls, self._saved = Path(path), [], None
 
     def saved(self, path: str) -> None:
-        """The state was written, into a checkpoint that may have its name later or never."""
+        """Note a written state. It counts once its checkpoint directory has its final name."""
         self._advance()
         directory = final_path(Path(path).parent)
         self._saved = directory / Path(path).name, len(self._calls)
 
     def recall(self) -> tuple[Path | None, list[Call]]:
-        """The state to load, None if there is none, and the calls to repeat; raises PacelineError if it is damaged."""
+        """Return the state to load, if any, and the calls to repeat. Raise PacelineError if the state is damaged."""
         self._advance()
         if self._base is not None:
             verify(self._base.parent)
@@ -84,57 +81,35 @@ class LearnerLog:
 
 
 class RemoteLearner:
-    """types.Learner over the LearnerActors; rank 0 speaks for all."""
+    """types.Learner over LearnerActors. Answers are those of rank 0."""
 
-    def __init__(self, create: Callable[[], Sequence[Any]], config: LearnerConfig, *, max_restarts: int) -> None:
-        """`create` makes an actor for each rank."""
+    def __init__(self, create: Callable[[], Sequence[Any]], spec: LearnerRankSpec, *, max_restarts: int) -> None:
+        """`create` makes one actor per rank."""
         self._create = create
         self.actors = create()
-        self._config = config
+        self.spec = spec
+        self._deadline_s = spec.learner.deadline_s
         self._max_restarts = max_restarts
         self._log: LearnerLog | None = None
-        self._reviving = asyncio.Lock()
+        self._restarting = asyncio.Lock()
         self.num_restarts = 0
         self._in_a_row = 0
         self._restarted_s = 0.0
         self.pushed = asyncio.Event()
-        """The policy is the one that engines were given last."""
+        """Set while the engines hold the current policy."""
         self.still = asyncio.Lock()
-        """Whoever holds it finds the policy as it is until it lets go."""
+        """Held while the policy must not change."""
 
-    def heal(self, tell: Tell) -> None:
-        """From now on start the learner again when it is lost; `tell` gets events. Checkpoints must be written, or all
-        calls of the run would have to be kept."""
-        self._log, self._tell = LearnerLog(), tell
+    def heal(self, record_event: RecordEvent) -> None:
+        """Restart the learner when it fails. Needs checkpoints, which bound the number of logged calls."""
+        self._log, self._record_event = LearnerLog(), record_event
 
-    async def start(
-        self,
-        model_path: str,
-        config: Config,
-        num_threads: int | None,
-        cores: Sequence[int] | None = None,
-        hand_over: HiddenStateWriterSettings | None = None,
-        *,
-        device: DeviceKind,
-        transport: Transport,
-    ) -> None:
-        self._engine = config.rollout.engine
-        self._before_engine = (
-            model_path,
-            config.learner,
-            config.objective,
-            config.rollout.temperature,
-            config.run.seed,
-        )
-        self._after_engine = (num_threads, cores, hand_over, device, transport)
-        await self._start()
-
-    async def _start(self) -> None:
-        rendezvous = None
+    async def start(self) -> None:
+        spec = self.spec
         if len(self.actors) > 1:
-            (rendezvous,) = await self._ask("rendezvous", (self._config.deadline_s,), self.actors[:1])
-        args = (*self._before_engine, rendezvous, self._engine, *self._after_engine)
-        await self._ask("start", [ray.put(arg) for arg in args])
+            (rendezvous,) = await self._ask("rendezvous", (self._deadline_s,), self.actors[:1])
+            spec = replace(spec, rendezvous=rendezvous)
+        await self._ask("start", [ray.put(spec)])
 
     async def score(
         self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None, hand_over: bool = False
@@ -155,7 +130,7 @@ class RemoteLearner:
     async def stage_for(self, engine: EngineConfig) -> None:
         async with self.still:
             self.pushed.clear()
-            self._engine = engine
+            self.spec = replace(self.spec, engine=engine)
             await self._all("stage_for", engine)
 
     async def stage(self, version: int) -> Push:
@@ -193,7 +168,7 @@ class RemoteLearner:
             self._log.loaded(path)
 
     async def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
-        with suppress(TimeoutError, PacelineError):  # they are killed next in either case
+        with suppress(TimeoutError, PacelineError):  # the actors are killed next
             await asyncio.wait_for(self._ask("close", ()), deadline_s)
         self._kill()
 
@@ -202,37 +177,34 @@ class RemoteLearner:
             ray.kill(actor)
 
     async def _all(self, method: str, *args: Any) -> Any:
-        """The answer of rank 0."""
+        """Call every rank and return the answer of rank 0."""
         return (await self._every(method, *args))[0]
 
     async def _every(self, method: str, *args: Any) -> Sequence[Any]:
-        """Call every rank with the same arguments, each of them shipped once per node; again if the learner is lost
-        meanwhile."""
+        """Call every rank with the same arguments, shipped once per node. Repeat the call after a restart."""
         shared = [ray.put(arg) for arg in args]
         while True:
-            async with self._reviving:  # a new learner is not asked before it is what the old one was
-                life = self.num_restarts
+            async with self._restarting:  # wait until a restart has restored the state
+                num_restarts = self.num_restarts
             try:
                 answers = await self._ask(method, shared)
             except LearnerLostError as lost:
-                await self._revive(life, lost)
-                if method in _MEETINGS:
-                    return ["the learner was lost meanwhile"]
+                await self._restart(num_restarts, lost)
+                if method in _COLLECTIVE:
+                    return ["the learner was lost and restarted"]
                 continue
-            if self._log is not None and method in _CHANGING:
+            if self._log is not None and method in _LOGGED:
                 self._log.add(method, shared)
             return answers
 
     async def _ask(self, method: str, shared: Sequence[Any], actors: Sequence[Any] | None = None) -> Sequence[Any]:
-        """Answers of the present ranks, or of some of them."""
+        """Call all ranks, or some of them."""
         try:
             answers = [plain(getattr(actor, method).remote(*shared)) for actor in actors or self.actors]
-            return await asyncio.wait_for(asyncio.gather(*answers), self._config.deadline_s)
+            return await asyncio.wait_for(asyncio.gather(*answers), self._deadline_s)
         except TimeoutError:
-            raise LearnerLostError(
-                f"it did not answer {method} within {self._config.deadline_s:.0f} s; raise learner.deadline_s if it is "
-                "only slow"
-            ) from None
+            why = f"{method} did not answer within {self._deadline_s:.0f} s; raise learner.deadline_s if it is slow"
+            raise LearnerLostError(why) from None
         except RayError as error:
             why = why_lost(error, method)
             if why is None:
@@ -241,39 +213,37 @@ class RemoteLearner:
                 raise PacelineError(f"the learner failed: {why}") from None
             raise LearnerLostError(why) from None
 
-    async def _revive(self, life: int, lost: LearnerLostError) -> None:
-        """Replace the learner that was lost in this life by a new one that is what it was."""
-        async with self._reviving:
-            if self.num_restarts != life:
-                return  # for another call that was under way
+    async def _restart(self, num_restarts: int, lost: LearnerLostError) -> None:
+        """Restart the learner that failed after this number of restarts, and restore its state."""
+        async with self._restarting:
+            if self.num_restarts != num_restarts:
+                return  # another call has restarted it
             if self._log is None:
                 raise lost
             began_s = time.monotonic()
             if began_s - self._restarted_s >= STEADY_S:
                 self._in_a_row = 0
             while True:
-                self._tell("learner_lost", why=lost.why)
+                self._record_event("learner_lost", why=lost.why)
                 if self._in_a_row == self._max_restarts:
-                    raise LearnerLostError(
-                        f"{lost.why}; it was started again {self._in_a_row} times in a row"
-                    ) from None
+                    raise LearnerLostError(f"{lost.why}; it was restarted {self._in_a_row} times in a row") from None
                 self._in_a_row += 1
                 self._kill()
                 self.actors = self._create()
                 try:
-                    num_repeated = await self._rebuild(self._log)
+                    num_repeated = await self._restore(self._log)
                 except LearnerLostError as again:
                     lost = again
                     continue
                 self.num_restarts += 1
                 self._restarted_s = time.monotonic()
                 healing_s = round(self._restarted_s - began_s, 4)
-                self._tell("learner_healed", healing_s=healing_s, calls_repeated=num_repeated)
+                self._record_event("learner_healed", healing_s=healing_s, calls_repeated=num_repeated)
                 return
 
-    async def _rebuild(self, log: LearnerLog) -> int:
-        """Returns how many calls were repeated."""
-        await self._start()
+    async def _restore(self, log: LearnerLog) -> int:
+        """Start the new actors and restore their state. Return the number of repeated calls."""
+        await self.start()
         base, calls = await asyncio.to_thread(log.recall)
         if base is not None:
             await self._ask("load_state", [ray.put(str(base))])
@@ -283,5 +253,5 @@ class RemoteLearner:
 
 
 def _is_about_files(cause: object) -> bool:
-    """A full disk costs what was to be written, and not the learner."""
+    """Return whether the error concerns files, such as a full disk, which leaves the learner intact."""
     return isinstance(cause, OSError) and cause.errno != errno.ENOMEM

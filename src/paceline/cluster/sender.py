@@ -1,4 +1,4 @@
-"""The weight sender of a run: the learner stages a policy or drafter, engines take it, and a new engine catches up."""
+"""Weight sync from the learner to engines, for the policy and the drafter."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.weights.message import Push
 
 
 class RemoteSender:
-    """types.Sender: the learner stages a version once, and all engines take it at the same time.
+    """types.Sender: the learner stages a version once, and all engines receive it concurrently.
 
-    Over the distributed transport the learner and the engines' workers form a process group. It is made before the
-    first push, and anew when the members have changed, an engine or the learner was started again or a broadcast
-    failed. An engine that takes a lost one's place catches up in a push of its own, and in a group of its own.
+    With the distributed transport, the learner and the engines' workers form a process group. It is created before the
+    first push, and again after a change of members, a restart or a failed broadcast. A restarted engine catches up in a
+    push and a group without the other engines.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class RemoteSender:
         drafter: Path | None = None,
         speculation: SpeculationConfig | None = None,
     ) -> None:
-        """`members` says which of the engines are alive, `config` and `speculation` what they were started with;
-        `drafter` is the checkpoint of their drafter, if it is trained."""
+        """`config` and `speculation` are the engines' current settings; `drafter` is the checkpoint of a trained
+        drafter."""
         self._learner = learner
         self._engines = {engine.name: engine for engine in engines}
         self._members = members
@@ -45,9 +45,9 @@ class RemoteSender:
         self._speculation = speculation
         self._version = 0
         self._group: list[str] = []
-        """Names of the engines in the process group; none while it has to be made."""
-        self._group_life = 0
-        """Which of the learner's lives is in it."""
+        """Names of the engines in the process group; empty if there is no valid group."""
+        self._group_restarts = 0
+        """Restarts of the learner when the group was created."""
         self._one_push = asyncio.Lock()
 
     async def send(self, version: int) -> Sequence[Receipt]:
@@ -59,15 +59,15 @@ class RemoteSender:
             return receipts
 
     async def catch_up(self, engine: RemoteEngine) -> Receipt:
-        """Send the policy of the last push to an engine that is no member yet, which is one in the same moment that it
-        holds it: a push to all would miss it otherwise. Waits while the learner has another policy."""
+        """Push the current version to a new engine, and make it a member in the same critical section: the next push
+        would miss it otherwise. Wait while the learner's policy is newer than the last push."""
         while True:
             await self._learner.pushed.wait()
             async with self._learner.still, self._one_push:
                 if not self._learner.pushed.is_set():
                     continue
                 if (engine.config, engine.speculation) != (self._config, self._speculation):
-                    why = "started with another precision or drafter than the engines have by now"
+                    why = "the engines' precision or drafter has changed since its start"
                     raise EngineLostError(engine.name, why)
                 (receipt,) = await self._push([engine], self._version, self._stage)
                 if receipt.ok:
@@ -76,19 +76,18 @@ class RemoteSender:
                 return receipt
 
     async def send_drafter(self, file: Path, version: int) -> Sequence[Receipt]:
-        """Send the engines' drafter with the trained tensors of `file` in it."""
+        """Push the drafter with the trained tensors of `file`."""
         assert self._drafter is not None
         weights = self._drafter / "model.safetensors"
         async with self._one_push:
             return await self._push(self._alive(), version, lambda: self._learner.stage_drafter(weights, file, version))
 
     async def stop_speculation(self) -> None:
-        # An engine that does not answer is lost, and the fleet finds that out at its next call.
+        # The fleet detects a lost engine at its next call.
         await asyncio.gather(*(engine.stop_speculation() for engine in self._alive()), return_exceptions=True)
 
     def engines_restarted(self, config: EngineConfig, speculation: SpeculationConfig | None) -> None:
-        """Engines were started again with these settings. Make the group anew: their new processes have not joined
-        it."""
+        """Note the settings of restarted engines, and drop the process group, which they have not joined."""
         self._config, self._speculation = config, speculation
         self._group = []
 
@@ -106,31 +105,30 @@ class RemoteSender:
         push = await stage()
         transmitting = asyncio.create_task(self._learner.transmit())
         receipts = await asyncio.gather(*(self._deliver(engine, push) for engine in engines if engine.name not in gone))
-        if await transmitting is not None:  # the refusals of the engines say why
+        if await transmitting is not None:  # the engines' receipts have the error
             self._group = []
         return [*lost, *receipts]
 
     async def _make_group(self, engines: Sequence[RemoteEngine], version: int) -> list[Receipt]:
-        """Make the process group unless it is as it should be. Returns a receipt for each engine that was lost on the
-        way."""
+        """Create the process group unless it is valid. Return receipts of engines lost on the way."""
         lost: list[Receipt] = []
         while True:
             gone = {receipt.engine for receipt in lost}
             left = [engine for engine in engines if engine.name not in gone]
             wanted = [engine.name for engine in left]
-            if wanted == self._group and self._group_life == self._learner.num_restarts:
+            if wanted == self._group and self._group_restarts == self._learner.num_restarts:
                 return lost
-            self._group_life = self._learner.num_restarts
+            self._group_restarts = self._learner.num_restarts
             workers = self._config.tensor_parallel_size
-            # A worker must refuse what does not arrive before its engine's own deadline gives the engine up.
+            # A worker must time out and refuse the push before the deadline of its engine, which would lose the engine.
             timeout_s = self._config.push_deadline_s / 2
             address = await self._learner.host_group(len(left) * workers, timeout_s)
             joining = [self._join(engine, address, 1 + i * workers, version) for i, engine in enumerate(left)]
             answers = await asyncio.gather(self._learner.join_group(), *joining)
             missing = [answer for answer in answers if isinstance(answer, Receipt)]
             problems = [answer for answer in answers if isinstance(answer, str)]
-            if problems and not missing and self._group_life == self._learner.num_restarts:
-                raise PacelineError(f"weights: learner and engines did not meet in a process group: {problems[0]}")
+            if problems and not missing and self._group_restarts == self._learner.num_restarts:
+                raise PacelineError(f"weights: learner and engines could not form a process group: {problems[0]}")
             lost.extend(missing)
             self._group = [] if missing or problems else wanted
 

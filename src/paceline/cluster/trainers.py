@@ -1,4 +1,4 @@
-"""Online drafter training as the loop sees it: a trainer beside each engine, and the sender of finished rounds."""
+"""Drafter trainers beside the engines, and the sender of finished training rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.types import Receipt
 
 
 class RoundSender:
-    """drafter_store.DrafterSender: sends the drafter of a round over the weight wire."""
+    """drafter_store.DrafterSender over the weight wire."""
 
     def __init__(self, sender: RemoteSender, rounds: Rounds) -> None:
         self._sender = sender
@@ -24,7 +24,7 @@ class RoundSender:
         file = self._rounds.file(number)
         try:
             await asyncio.to_thread(verify_weights, file)
-        except (ChecksumError, FileNotFoundError) as error:  # the drafter stays as it is, and the run goes on
+        except (ChecksumError, FileNotFoundError) as error:  # the run continues with the previous drafter
             return [Receipt(engine="learner", version=number, num_tensors=0, num_bytes=0, seconds=0, error=str(error))]
         return await self._sender.send_drafter(file, number)
 
@@ -33,10 +33,10 @@ class RoundSender:
 
 
 class RemoteTrainer:
-    """slots.Trainer over an EngineActor, whose child the training process is."""
+    """slots.Trainer over an EngineActor, the parent of the training process."""
 
     def __init__(self, engine: Callable[[], RemoteEngine], settings: WorkerSettings) -> None:
-        """`engine` says which one is in this place now."""
+        """`engine` returns the current engine of this slot."""
         self._engine = engine
         self._settings = settings
         self.pid = 0
