@@ -1,12 +1,12 @@
-"""Packs samples into forward passes: which samples each rank scores together, and their padded tensors.
+"""Pack samples into forward passes of each rank, as padded tensors.
 
-Rollouts are padded on the right, and no attention mask is made: under causal attention no token sees the padding after
-it, and without a mask attention takes its fast causal path. Packing rollouts into one row instead needs either a mask,
-whose cost grows with the square of the row, or a kernel for ragged rows, which CPUs have not. Rollouts of like length
-share a pass, and passes are cut where a cut saves more padding than another pass costs: that leaves a few percent.
+Rollouts are padded on the right without an attention mask: causal attention never sees the padding, and without a mask
+it takes its fast path. Packing several rollouts into one row would need a mask with quadratic cost or a varlen kernel,
+which CPUs lack. Rollouts of similar length share a pass. A new pass starts where it saves more padding than it costs,
+which leaves a few percent of padding.
 
 Dimension suffixes: B rollouts, S padded tokens (prompt and response), T padded response tokens, N response tokens
-without padding, R rows: a rollout for each rank.
+without padding, R rows of one rollout per rank.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
     import torch
 
 _PASS_COST = 1 / 16
-"""Cost of one more pass (launches, gathering the weights) in tokens, as a share of the budget."""
+"""Cost of a pass (launches, gathering the weights) in tokens, as a share of the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PaddedBatch:
-    """One forward pass: some samples, padded."""
+    """Padded samples of one forward pass."""
 
     indices: tuple[int, ...]
-    """Indices into the caller's samples; empty for the pass of a rank that has run out of them."""
+    """Indices of the samples; empty if the rank has none left."""
     input_ids_BS: torch.Tensor
     position_N: torch.Tensor
-    """Index into the flattened [B, S] of the token before each response token: where its logits are."""
+    """Index into the flattened [B, S] of the logits of each response token, which is the token before it."""
     target_N: torch.Tensor
     mask_BT: torch.Tensor
     old_logp_BT: torch.Tensor
-    """Denominator of the ratio: the learner's own log-probabilities of corrected samples, the engine's of others."""
+    """Denominator of the ratio: the learner's log-probabilities for corrected samples, otherwise the engine's."""
     weight_BT: torch.Tensor
     advantage_B: torch.Tensor
 
 
 def plan_passes(lengths: Sequence[int], *, budget: int, world_size: int) -> list[list[tuple[int, ...]]]:
-    """Indices of the samples of each pass of each rank; every rank has the same number of passes, some perhaps empty.
+    """Return sample indices by rank and pass. All ranks have the same number of passes; some may be empty.
 
-    Samples are dealt out by falling length, so that ranks carry equal loads and pass n has about the same shape on all
-    of them. A pass holds at most `budget` padded tokens, but at least one sample.
+    Samples are dealt to ranks by decreasing length, which balances the load and gives pass n about the same shape on
+    every rank. A pass has at most `budget` padded tokens, but at least one sample.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     parts = pairwise(_cut(np.array([lengths[i] for i in order[::world_size]], np.int64), budget))
@@ -58,12 +58,12 @@ def plan_passes(lengths: Sequence[int], *, budget: int, world_size: int) -> list
 
 
 def _cut(width_R: npt.NDArray[np.int64], budget: int) -> list[int]:
-    """Bounds of the passes over rows of falling width with the least sum of padded tokens and costs of passes."""
+    """Return the pass bounds that minimize padded tokens plus pass costs, for rows of decreasing width."""
     least = np.zeros(len(width_R) + 1)  # of the rows before each bound
     came_from = [0] * len(least)
     first = 0
     for end in range(1, len(least)):
-        # What does not fit does not fit with more rows either, so `first` never goes back.
+        # Rows that exceed the budget also exceed it with more rows, so `first` only increases.
         while first < end - 1 and width_R[first] * (end - first) > budget:
             first += 1
         starts = np.arange(first, end)
@@ -77,10 +77,9 @@ def _cut(width_R: npt.NDArray[np.int64], budget: int) -> list[int]:
 
 
 def draw(costs: Sequence[float], budget: float, rng: np.random.Generator, *, fewest: int = 0) -> list[int]:
-    """Draw random samples that fit into the budget, and at least `fewest`.
+    """Draw random samples up to the budget, and at least `fewest`.
 
-    The draw stops at the first sample that does not fit: taking a smaller one instead would leave out the long
-    responses.
+    Stop at the first sample that does not fit: continuing with shorter ones would bias the draw against long responses.
     """
     order = rng.permutation(len(costs))
     num_fitting = int(np.searchsorted(np.cumsum(np.asarray(costs, np.float64)[order]), budget, side="right"))
@@ -88,7 +87,7 @@ def draw(costs: Sequence[float], budget: float, rng: np.random.Generator, *, few
 
 
 def make_batch(samples: Sequence[Sample], indices: tuple[int, ...], device: torch.device) -> PaddedBatch:
-    """Pad the samples of one pass; an empty pass is one masked token, which costs nothing and has zero gradients."""
+    """Pad the samples of one pass. An empty pass is one masked token with zero gradients."""
     import torch
 
     if not indices:

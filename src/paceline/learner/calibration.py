@@ -1,8 +1,7 @@
-"""Calibrates the scales of an FP8 KV cache from how large queries, keys and values get.
+"""Calibrate the scales of an FP8 KV cache from the magnitudes of queries, keys and values.
 
-The policy runs over a share of the batch with transformers' attention wrapped by a function that reads its arguments.
-There they are after norm and rotary embedding, as they go into an engine's cache, whatever the architecture. Only the
-largest magnitude of each token, and sums, are kept.
+The policy runs on a share of the batch with transformers' attention function wrapped. Its arguments are the values
+that engines cache, after norm and rotary embedding, for every architecture. Only sums and token maxima are kept.
 
 Dimension suffixes: B rollouts, H heads, S padded tokens, D size of a head, L layers.
 """
@@ -30,7 +29,7 @@ _FEWEST_TOKENS = 256
 
 
 class Calibration:
-    """Observations of one rank. `in_use` are the scales of the engines so far, to count what they would cut off."""
+    """Magnitudes observed on one rank. `in_use` are the engines' current scales, for the share of saturated values."""
 
     def __init__(self, num_layers: int, config: CalibrationConfig, in_use: KvScales | None) -> None:
         self._config = config
@@ -39,32 +38,32 @@ class Calibration:
         self.saturated_L = torch.zeros(num_layers, dtype=torch.float64)
         self.count_L = torch.zeros(num_layers, dtype=torch.float64)
         self.underflow_L = torch.zeros(num_layers, dtype=torch.float64)
-        """Count of keys and values too small for three bits of mantissa under a scale that fits the largest."""
+        """Count of keys and values below the smallest normal FP8 number at a scale that fits the largest."""
 
     @contextmanager
     def listen(self, policy: PreTrainedModel, valid_BS: torch.Tensor) -> Iterator[None]:
-        """Observe a forward pass; padding does not count."""
+        """Observe a forward pass, without its padding."""
 
         def attend(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
             layer = module.layer_idx
             assert isinstance(layer, int)
-            self._look(layer, [part_BHSD.transpose(1, 2)[valid_BS] for part_BHSD in (query, key, value)])
+            self._observe(layer, [part_BHSD.transpose(1, 2)[valid_BS] for part_BHSD in (query, key, value)])
             return sdpa_attention_forward(module, query, key, value, *args, **kwargs)  # as transformers calls it
 
         AttentionInterface.register(_LISTENING, attend)
         AttentionMaskInterface.register(_LISTENING, sdpa_mask)
         before = policy.config._attn_implementation
-        assert before is not None, "policies are loaded with one"
+        assert before is not None, "load_policy sets it"
         policy.set_attn_implementation(_LISTENING)
         try:
             yield
         finally:
             policy.set_attn_implementation(before)
 
-    def _look(self, layer: int, parts: list[torch.Tensor]) -> None:
-        """`parts`: queries, keys and values of one layer, [tokens, heads, size] each."""
+    def _observe(self, layer: int, parts: list[torch.Tensor]) -> None:
+        """Observe queries, keys and values of one layer, [tokens, heads, size] each."""
         for number, part in enumerate(parts):
             self._amax[number][layer].append(part.abs().amax(dim=(1, 2)).float().cpu())
         for part, name in ((parts[1], "k"), (parts[2], "v")):
@@ -78,7 +77,7 @@ class Calibration:
                 self.saturated_L[layer] += float((size > E4M3_MAX * getattr(self._in_use, name)[layer]).sum())
 
     def amax(self) -> torch.Tensor:
-        """[3, layers]: the configured percentile over tokens; zero where this rank saw none."""
+        """Return the configured percentile over tokens as [3, layers]; zero without tokens on this rank."""
         return torch.tensor([[self._percentile(seen) for seen in layers] for layers in self._amax])
 
     def _percentile(self, seen: list[torch.Tensor]) -> float:
@@ -92,7 +91,7 @@ def scales_of(amax_3L: torch.Tensor, margin: float, version: int) -> KvScales:
 
 
 def calibration_metrics(scales: KvScales, sums_3L: torch.Tensor, *, known: bool) -> dict[str, float]:
-    """`sums_3L`: saturated, underflown and all, over all ranks; `known` if there were scales before these."""
+    """Return metrics from the counts of saturated, underflowed and all values; `known` if there were earlier scales."""
     saturated_L, underflow_L, count_L = sums_3L.cpu()
     metrics = {"precision/underflow_share": float(underflow_L.sum() / count_L.sum().clamp(1))}
     if known:
@@ -105,11 +104,11 @@ def calibration_metrics(scales: KvScales, sums_3L: torch.Tensor, *, known: bool)
 
 
 def choose(lengths: Sequence[int], config: CalibrationConfig, rng: np.random.Generator) -> list[int]:
-    """Random samples that have about the configured share of all tokens, and not too few to say anything."""
+    """Draw random samples with the configured share of all tokens, within bounds."""
     budget = min(max(config.share * sum(lengths), _FEWEST_TOKENS), config.max_tokens)
     return draw(lengths, budget, rng, fewest=1)
 
 
 def has_qk_norm(layer: nn.Module) -> bool:
-    """Whether keys are normed before they are cached, which bounds them."""
+    """Return whether the layer normalizes keys before they are cached, which bounds them."""
     return any(name.endswith(("k_norm", "k_layernorm", "qk_norm")) for name, _ in layer.named_modules())

@@ -1,4 +1,4 @@
-"""The policy on disk: loads a Hugging Face checkpoint for training, names its tensors, and writes it back."""
+"""Load and write Hugging Face checkpoints of the policy."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ from paceline.weights.check import checkpoint_files
 
 
 def load_policy(path: Path) -> tuple[PreTrainedModel, frozenset[str]]:
-    """Load the policy in float32, and the names of the tensors in its checkpoint. Refuse what would be learnt or sent
-    wrongly."""
+    """Load the policy in float32 and the names of its checkpoint's tensors. Refuse unsupported architectures."""
     files = checkpoint_files(path)
     if not files:
         raise ValueError(
-            f"model_path: got {path}; must be a directory with safetensors because other formats can run code"
+            f"model_path: got {path}; must be a directory with safetensors because other formats can execute code"
         )
     names: set[str] = set()
     for file in files:
         with safe_open(file, "pt") as tensors:
             names.update(tensors.keys())
-    disable_progress_bar()  # one bar per rank and load, drawn over the run's own console
+    disable_progress_bar()  # would draw one bar per rank over the console
     policy = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
     )
-    policy.eval()  # dropout would make log-probabilities of one policy differ from call to call
+    policy.eval()  # dropout would make log-probabilities random
     missing = sorted({name for name, _ in policy.named_parameters()} - names)
     if missing:
         raise ValueError(
-            f"model_path: got {path}, whose tensors transformers renames or merges on loading (such as {missing[0]}); "
-            "must be an architecture with the same names in memory and in the checkpoint because engines are sent "
-            "the names in memory"
+            f"model_path: got {path}, with tensors that transformers renames or merges on loading (such as "
+            f"{missing[0]}); must be an architecture with equal names in memory and in the checkpoint because engines "
+            "receive the names in memory"
         )
     probe = torch.arange(2)[None]
     with torch.no_grad():
@@ -49,15 +48,14 @@ def load_policy(path: Path) -> tuple[PreTrainedModel, frozenset[str]]:
         scored = output_head(policy)(policy.base_model(input_ids=probe, use_cache=False).last_hidden_state)
     if not torch.allclose(expected, scored, rtol=1e-4, atol=1e-4):
         raise ValueError(
-            f"model_path: got {path}, a {type(policy).__name__}, whose logits are not its output head over its last "
-            "hidden state; must be a plain causal model because the learner applies the head to response tokens only "
-            "(no soft-capping or scaling)"
+            f"model_path: got {path}, a {type(policy).__name__} with soft-capped or scaled logits; must be a plain "
+            "causal model because the learner applies the output head itself, to response tokens only"
         )
     return policy, frozenset(names)
 
 
 def read_tensors(path: Path, names: frozenset[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield these tensors of a checkpoint as they are on disk, but for the precision of floats."""
+    """Yield these tensors of a checkpoint, with floats converted to `dtype`."""
     for file in checkpoint_files(path) if names else ():
         with safe_open(file, "pt") as tensors:
             for name in sorted(names.intersection(tensors.keys())):
@@ -67,26 +65,25 @@ def read_tensors(path: Path, names: frozenset[str], dtype: torch.dtype) -> Itera
 
 def output_head(policy: PreTrainedModel) -> nn.Module:
     head = policy.get_output_embeddings()
-    assert head is not None, "a causal model has an output head"
+    assert head is not None, "causal models have an output head"
     return head
 
 
 def full_weight(module: nn.Module) -> torch.Tensor:
-    """Copy a module's weight in float32, gathered from its shards. Collective."""
+    """Gather a copy of a module's weight in float32. Collective."""
     assert isinstance(module.weight, torch.Tensor)
     copied = module.weight.detach().to(torch.float32, copy=True)
     return copied.full_tensor() if isinstance(copied, DTensor) else copied
 
 
 def write_checkpoint(target: Path, source: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Write these weights with all other files (tokenizer, generation config) of the checkpoint that the policy came
-    from."""
+    """Write the weights together with the other files (tokenizer, generation config) of the source checkpoint."""
     with atomic_directory(target, durable=True) as partial:
         for file in source.iterdir():
             if file.is_file() and not file.name.startswith(".") and ".safetensors" not in file.suffixes:
                 shutil.copyfile(file, partial / file.name)
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)  # the older name of the same field
+        config.pop("torch_dtype", None)  # former name of `dtype`
         config["dtype"] = str(dtype).removeprefix("torch.")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})

@@ -1,31 +1,29 @@
-"""Correction of the mismatch: engine and learner give the same tokens different probabilities, and the loss makes up
-for it.
+"""Correct the loss for the mismatch between engine and learner probabilities of the same tokens.
 
-A token is drawn by the engine with behaviour log-probability b. Before the update the learner gives it log-probability
-o, and during the update l. Without correction the loss takes the clipped ratio exp(l - b) straight against the engine
-(what verl calls bypass mode): the clip then also holds tokens that nobody moved, only because two programs round
-differently. With correction the two gaps are taken apart (decoupled): the clip acts on exp(l - o), which is what the
-update moved, and the loss of the token is multiplied by a weight made from
+The engine draws a token with behaviour log-probability b. The learner computes o before the update and l during it.
+Without correction the loss clips the ratio exp(l - b) against the engine (verl's bypass mode), so the clip also affects
+tokens that only differ by rounding. Correction decouples the two gaps: the clip acts on exp(l - o), the change by the
+update, and the loss of the token is multiplied by a weight computed from
 
     rho = exp(o - b),        raw importance ratio of learner over engine; its mean under the engine is 1
 
 The weight is data: no gradient flows through it. The presets, with cap C and band [low, high]:
 
-    token-tis        min(rho_t, C)                             truncated: biased a little, variance bounded by C
-    sequence-tis     min(prod_t rho_t, C) for every token      right for the whole rollout, noisier with its length
-    token-mis        rho_t inside the band, 0 outside          masked: what is far off teaches nothing (IcePop)
-    sequence-mis     prod_t rho_t inside the band, 0 outside   whole rollouts are left out
-    geometric-mis    as token-tis in rollouts whose mean of log rho lies inside the band, 0 in the others; does not
-                     depend on length
+    token-tis        min(rho_t, C)                             truncated: slightly biased, variance bounded by C
+    sequence-tis     min(prod_t rho_t, C) for every token      unbiased for the rollout, variance grows with length
+    token-mis        rho_t inside the band, 0 outside          masks outlier tokens (IcePop)
+    sequence-mis     prod_t rho_t inside the band, 0 outside   masks whole rollouts
+    geometric-mis    token-tis in rollouts with mean log rho   masks whole rollouts, independent of length
+                     inside the band, 0 in other rollouts
 
-A token with weight 0 still counts in the loss's normaliser. Sources: truncation with C = 2, Yao et al. 2025, "Your
+A token with weight 0 still counts in the loss normaliser. Sources: truncation with C = 2, Yao et al. 2025, "Your
 efficient RL framework secretly brings you off-policy RL training"; masks, Liu, Li et al. 2025, "When speed kills
 stability"; presets under the same names in verl (docs/algo/rollout_corr.md) and NeMo-RL
 (`truncated_importance_sampling_type`).
 
-All diagnostics are of raw ratios: what is logged after truncation looks healthy in a run that is not.
+Diagnostics use raw ratios, because truncated ratios look healthy in a broken run.
 
-Legend: N response tokens of all rollouts, one after the other; R rollouts.
+Legend: N response tokens of all rollouts, concatenated; R rollouts.
 """
 
 from __future__ import annotations
@@ -44,35 +42,32 @@ Doubles = npt.NDArray[np.float64]
 
 _QUANTILES = {"p0.1": 0.001, "p1": 0.01, "p50": 0.5, "p99": 0.99, "p99.9": 0.999}
 _CONTEXT = 8
-"""Tokens shown on either side of a worst one."""
+"""Tokens shown on either side of a worst token."""
 _DECADES = np.logspace(-5, 1, 25)
 HISTOGRAM_EDGES: Doubles = np.concatenate([[-np.inf], -_DECADES[::-1], _DECADES, [np.inf]])
-"""Bin edges of log ratios: four bins a decade on either side of a middle bin that is rounding. One bad token among
-millions is seen."""
+"""Bin edges of log ratios: four bins per decade on either side of a middle bin for rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ratios:
-    """Raw log-ratios, learner over engine, of the response tokens of some rollouts. Not clamped, perhaps not finite."""
+    """Raw log ratios, learner over engine, of response tokens. Not clamped, possibly not finite."""
 
     log_N: Doubles
     rollout_N: npt.NDArray[np.int64]
-    """Index of each token's rollout."""
+    """Rollout index of each token."""
     place_N: npt.NDArray[np.int64]
-    """Place of each token in its response."""
+    """Position of each token in its response."""
     num_rollouts: int
 
     @classmethod
     def of(cls, behaviour_logp: Sequence[Floats], learner_logp: Sequence[Floats]) -> Ratios:
         lengths = [len(logp) for logp in behaviour_logp]
         if [len(logp) for logp in learner_logp] != lengths:
-            raise ValueError(
-                "learner_logp: got other lengths than the rollouts; must be a value for each response token"
-            )
+            raise ValueError("learner_logp: got different lengths; must have a value for each response token")
         behaviour_N, learner_N = (
             np.concatenate([*logps, np.zeros(0)]).astype(np.float64) for logps in (behaviour_logp, learner_logp)
         )
-        with np.errstate(invalid="ignore"):  # two infinities make a NaN, which is counted as what it is
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is counted as not finite
             log_N = learner_N - behaviour_N
         return cls(
             log_N=log_N,
@@ -82,33 +77,34 @@ class Ratios:
         )
 
     def only(self, chosen_N: npt.NDArray[np.bool_]) -> Ratios:
-        """Those of the chosen tokens."""
         return replace(
             self, log_N=self.log_N[chosen_N], rollout_N=self.rollout_N[chosen_N], place_N=self.place_N[chosen_N]
         )
 
     @property
     def clamped_N(self) -> Doubles:  # noqa: N802  a dimension suffix
-        """Log-ratios within +-MAX_LOG_RATIO; a NaN stays one."""
+        """Log ratios within +-MAX_LOG_RATIO; NaN stays NaN."""
         return self.log_N.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def drawn_by(samples: Sequence[Sample], version: int) -> npt.NDArray[np.bool_]:
-    """Tell for every response token whether the policy of this version has drawn it. Older tokens differ from what the
-    learner gives them through the updates since then, which says nothing about the engine."""
+    """Return for every response token whether this policy version drew it. Older tokens also differ by the updates
+    since then, which is unrelated to the engine."""
     parts = [np.zeros(0, np.bool_)]
     for sample in samples:
         num_tokens = len(sample.logp)
         versions, lengths = zip(*(sample.version_spans or ((version, num_tokens),)), strict=True)
-        parts.append(np.repeat(np.array(versions) == version, lengths)[:num_tokens])  # simulated ones have fewer logp
+        parts.append(
+            np.repeat(np.array(versions) == version, lengths)[:num_tokens]
+        )  # simulated samples have fewer logp
     return np.concatenate(parts)
 
 
 def weights(ratios: Ratios, config: CorrectionConfig) -> Doubles:
-    """Weight of each token in the loss. A token without a finite ratio has weight 0: nothing is known of it."""
+    """Return the weight of each token in the loss, 0 if its ratio is not finite."""
     log_N, rollout_N = ratios.clamped_N, ratios.rollout_N
     lengths_R = np.bincount(rollout_N, minlength=ratios.num_rollouts)
-    sum_R = np.bincount(rollout_N, log_N, ratios.num_rollouts)  # a NaN spoils its own rollout and no other
+    sum_R = np.bincount(rollout_N, log_N, ratios.num_rollouts)  # NaN affects only its own rollout
     token_N = np.exp(log_N)
     sequence_N = np.exp(sum_R.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))[rollout_N]
     geometric_N = np.exp(sum_R / np.maximum(1, lengths_R))[rollout_N]
@@ -130,7 +126,7 @@ def weights(ratios: Ratios, config: CorrectionConfig) -> Doubles:
 
 
 def correct(samples: Sequence[Sample], learner_logp: Sequence[Floats], config: CorrectionConfig) -> list[Sample]:
-    """Add the learner's own log-probabilities and the weights to the samples; kind `none` leaves them as they are."""
+    """Add the learner's log-probabilities and weights to the samples; kind `none` does not change them."""
     if config.kind == "none":
         return list(samples)
     weight_N = weights(Ratios.of([sample.logp for sample in samples], learner_logp), config).astype(np.float32)
@@ -146,25 +142,25 @@ class Diagnosis:
     """Diagnostics of one step, from raw ratios."""
 
     num_tokens: int
-    """Tokens with a finite ratio; the figures below are taken over these."""
+    """Tokens with a finite ratio, the base of the other figures."""
     num_not_finite: int
     k1: float
-    """Mean of b - o: the plain estimate of KL(engine || learner), of either sign."""
+    """Mean of b - o: the plain estimate of KL(engine || learner), possibly negative."""
     k3: float
-    """Mean of rho - 1 - log rho: the same in expectation, never negative, and of lower variance."""
+    """Mean of rho - 1 - log rho: equal in expectation, never negative, with lower variance."""
     chi_square: float
-    """Mean of (rho - 1)^2, whose expectation is the variance of the ratio."""
+    """Mean of (rho - 1)^2, an estimate of the variance of the ratio."""
     effective_share: float
     """Effective sample size over the number of tokens, in (0, 1]: (sum rho)^2 / (N sum rho^2)."""
     ratio_mean: float
-    """1 in expectation. Clearly below it the engine truncates what it samples from (top-p, top-k)."""
+    """1 in expectation. Clearly lower values mean that the engine truncates its distribution (top-p, top-k)."""
     probability_error: float
     """Mean of exp|log rho|, NeMo-RL's `token_mult_prob_error`; it accepts up to 1.05 between equal precisions."""
     perplexity_ratio: float
-    """Learner over engine, geometric mean over rollouts: above 1 the learner is less sure of what was sampled."""
+    """Learner over engine, geometric mean over rollouts; above 1 the learner is less confident."""
     max_abs: float
     clip_share: float
-    """Share of tokens whose ratio is outside [1 / cap, cap]."""
+    """Share of tokens with a ratio outside [1 / cap, cap]."""
     quantiles: Mapping[str, float]
     """Quantiles of rho."""
 
@@ -183,7 +179,7 @@ class Diagnosis:
 
 
 def diagnose(ratios: Ratios, *, cap: float = 2.0) -> Diagnosis:
-    """Summarise ratios, clamped to e^20 on either side so that one lost token leaves the figures readable."""
+    """Summarize ratios, clamped to e^20 on either side so that one bad token does not dominate."""
     finite_N = np.isfinite(ratios.log_N)
     log_N = ratios.clamped_N[finite_N]
     num_tokens = len(log_N)
@@ -204,7 +200,7 @@ def diagnose(ratios: Ratios, *, cap: float = 2.0) -> Diagnosis:
             clip_share=none,
             quantiles=nothing,
         )
-    excess_N = np.expm1(log_N)  # rho - 1 without the loss of digits that the difference has near 1
+    excess_N = np.expm1(log_N)  # rho - 1 without cancellation near 1
     ratio_N, absolute_N = excess_N + 1, np.abs(log_N)
     count_R, sum_R = np.bincount(ratios.rollout_N[finite_N]), np.bincount(ratios.rollout_N[finite_N], log_N)
     return Diagnosis(
@@ -225,7 +221,7 @@ def diagnose(ratios: Ratios, *, cap: float = 2.0) -> Diagnosis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineGap:
-    """The mismatch of one engine's rollouts in one step."""
+    """Mismatch of one engine's rollouts in one step."""
 
     num_tokens: int
     """Tokens with a finite ratio."""
@@ -254,15 +250,14 @@ def gaps_by_engine(samples: Sequence[Sample], ratios: Ratios) -> dict[str, Engin
 
 
 def histogram(ratios: Ratios) -> list[int]:
-    """Count tokens in each bin of HISTOGRAM_EDGES; a NaN is in none."""
+    """Count tokens in each bin of HISTOGRAM_EDGES, without NaN."""
     return np.histogram(ratios.log_N[~np.isnan(ratios.log_N)], HISTOGRAM_EDGES)[0].tolist()
 
 
 def worst_tokens(
     samples: Sequence[Sample], learner_logp: Sequence[Floats], ratios: Ratios, num: int = 5
 ) -> list[dict[str, object]]:
-    """Where the two differ most, with what stands around it: the first thing to look at when the mismatch is too
-    large."""
+    """Return the tokens with the largest difference and their context, for debugging a large mismatch."""
     size_N = np.where(np.isnan(ratios.log_N), np.inf, np.abs(ratios.log_N))
     num = min(num, len(size_N))
     chosen = np.argpartition(size_N, len(size_N) - num)[len(size_N) - num :] if num else np.zeros(0, np.int64)

@@ -1,34 +1,31 @@
-"""The guard: chooses what a run does when the mismatch grows, on a ladder from observing to stopping. Pure functions.
+"""Guard: respond to a growing mismatch, from correcting the loss to stopping the run. Pure functions.
 
-    observe ─▶ correct ─▶ mask ─▶ raise precision ─▶ skip the update, push again ─▶ stop with a saved batch
-    nothing    token-tis  token-  FP8 engines are    the batch is not learnt from   a person has to look
-    to do                 mis     restarted in BF16
+    observe ─▶ correct ─▶ mask ─▶ raise precision ─▶ skip the update, push again ─▶ stop and save the batch
+               token-tis  token-  restart FP8        drop the batch                 a person has to look
+                          mis     engines in BF16
 
-Two causes look alike in one number and need different answers, so the mismatch is measured engine by engine:
+Two causes look alike in one number and need different responses, so the mismatch is measured per engine:
 
-    noise        Smooth and in all engines: quantisation, stale scales, kernels. It is judged by absolute limits on k3,
-                 because it matters how wrong the gradient gets. Correction and precision help; pushing the same weights
-                 again would not.
-    broken sync  Sudden and in one engine: a tensor that did not arrive, layers swapped, memory gone bad. It is judged
-                 against the other engines and the run's own past, long before it is large. A new push repairs it;
-                 correction would hide it.
+    noise        Smooth, in all engines: quantization, stale scales, kernels. Judged by absolute limits on k3, because
+                 they bound the error of the gradient. Correction and precision help; another push does not.
+    broken sync  Sudden, in one engine: a missing tensor, swapped layers, bad memory. Judged against the other engines
+                 and the run's past, long before it is large. Another push repairs it; correction would hide it.
 
-With one engine there are no others to compare with: there, a jump beyond every smooth growth counts as a broken sync,
-and if pushing again does not help, precision is raised next. A number that is not finite is a broken engine, or, on the
-learner's side, a broken policy, which no push repairs.
+A single engine has no others to compare with, so a jump beyond any smooth growth counts as a broken sync, and precision
+is raised if pushes do not help. Values that are not finite mean a broken engine, or, from the learner, a broken policy,
+which no push repairs.
 
-The absolute limits are those that others publish, as k3 in nats per token:
+The absolute limits follow published ones, as k3 in nats per token:
 
-    correct 0.002   NeMo-RL asks for a look above a mean multiplicative probability error of 1.05 between equal
-                    precisions (docs/adding-new-models.md): a Gaussian log-ratio of deviation 0.063 has a k3 of
-                    0.063^2 / 2
+    correct 0.002   NeMo-RL investigates above a mean multiplicative probability error of 1.05 between equal precisions
+                    (docs/adding-new-models.md): a Gaussian log ratio of deviation 0.063 has k3 = 0.063^2 / 2
     skip    0.1     verl's example alarm on KL (docs/algo/rollout_corr.md, with chi-square above 1 and effective samples
                     below 0.3)
-    mask 0.01 and raise precision 0.03 stand between the two; these are ours
+    mask 0.01 and raise precision 0.03 are our steps between the two
 
 They are upper bounds. The run's own limits come from its first steps: median and median absolute deviation of log k3
-over steps and engines. They then follow slowly, so that a policy that sharpens over a thousand steps is not an alarm. A
-healthy FP8 run whose k3 is suddenly ten times what it was is in trouble well below the published limits.
+over steps and engines. They follow slowly, so that a policy that sharpens over a thousand steps raises no alarm. A
+healthy FP8 run with a sudden tenfold k3 is broken well below the published limits.
 """
 
 from __future__ import annotations
@@ -49,25 +46,25 @@ from paceline.learner.correction import EngineGap
 from paceline.types import Floats, Sample
 
 _DEVIATIONS = 4.0
-"""Robust deviations of log k3 by which an engine must exceed its own past ..."""
+"""Robust deviations of log k3 by which a suspected engine exceeds its past ..."""
 _FACTOR = 3.0
-"""... and the least factor on k3: the deviation of a few quiet steps is too small a yardstick."""
+"""... and the least factor on k3, because the deviation of a few quiet steps is too small."""
 _TIMES_OTHERS = 3.0
-"""Factor above the other engines' median k3 that makes an engine the odd one out."""
+"""Factor by which a suspected engine exceeds the other engines' median k3."""
 _STEEPNESS = {"correct": 1.0, "mask": 5 / 3, "raise_precision": 10 / 3}
-"""The run's own limits of the rungs, as multiples of the first: at least 3, 5 and 10 times the past."""
+"""The run's own limits as multiples of the first: at least 3, 5 and 10 times the past."""
 _MIN_TOKENS = 256
-"""Fewest tokens of an engine in a step by which it is judged; a mean over fewer says nothing."""
+"""Fewest tokens of an engine in a step to judge it by; a mean over fewer is too noisy."""
 _RELEASE = 0.5
-"""A rung is left when k3 is below this share of its limit: hysteresis."""
+"""Share of its limit below which k3 ends a response: hysteresis."""
 _PATIENCE = 2
-"""Steps above the limit until precision is raised: restarting engines takes longer than a step."""
+"""Steps above the limit until precision is raised, because a restart takes longer than a step."""
 _FOLLOW = 0.05
-"""Share by which the run's own past moves towards each new step."""
+"""Weight of a new step in the moving median of log k3."""
 
 
 class Rung(IntEnum):
-    """Rungs in the order of the ladder; the number is the metric `guard/rung`."""
+    """Responses to a mismatch, from weakest to strongest; the metric `guard/level`."""
 
     OBSERVE = 0
     CORRECT = 1
@@ -90,43 +87,43 @@ class GuardDecision:
     cause: Cause = "none"
     why: str = ""
     engines: tuple[str, ...] = ()
-    """Suspected engines; empty when it is all of them."""
+    """Suspected engines; empty if all are."""
     update: bool = True
-    """Whether to learn from the batch."""
+    """False to skip the update."""
     precision: Literal["raise", "lower"] | None = None
-    """What to do with the engines' precision before the next push."""
+    """Change of the engines' precision before the next push."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardState:
-    """What the guard remembers from step to step."""
+    """State of the guard between steps."""
 
     past: tuple[float, ...] = ()
     """log k3 of each engine in each of the first steps."""
     num_steps: int = 0
-    """Calm steps that have gone into `past`."""
+    """Number of calm steps in `past`."""
     centre: float | None = None
     """Median of log k3; None until calibrated."""
     deviation: float = 0.0
     rung: Rung = Rung.OBSERVE
     num_hot: int = 0
-    """Steps in a row above the limit for raising precision."""
+    """Consecutive steps above the limit for raising precision."""
     num_pushes: int = 0
-    """Skipped updates in a row."""
+    """Consecutive skipped updates."""
     raised: bool = False
     num_calm: int = 0
     """Calm steps since precision was raised."""
     hold_steps: int = 0
-    """Calm steps until precision is lowered again; doubled at every relapse."""
+    """Calm steps until precision is lowered; doubled at every relapse."""
 
     def own_limit(self, config: GuardConfig) -> float:
-        """Limit above which an engine's k3 is unlike its past; the published limit until the past is known."""
+        """Return the limit for an engine's k3 from its past; the published limit until calibrated."""
         if self.centre is None:
             return config.correct
         return math.exp(self.centre + max(_DEVIATIONS * self.deviation, math.log(_FACTOR)))
 
     def limits(self, config: GuardConfig) -> dict[Rung, float]:
-        """Limits for a mismatch that all engines share."""
+        """Return the limits for a mismatch of all engines."""
         published = {"correct": config.correct, "mask": config.mask, "raise_precision": config.raise_precision}
         if self.centre is not None:
             own = self.own_limit(config)
@@ -142,10 +139,10 @@ def decide(
     learner_is_finite: bool = True,
     can_raise: bool = False,
 ) -> tuple[GuardState, GuardDecision]:
-    """Decide one step. `can_raise` says whether there is a higher precision and a way to it."""
+    """Decide one step. With `can_raise`, engines can restart in a higher precision."""
     can_raise = can_raise and not state.raised
     if not learner_is_finite:
-        why = "the learner's own log-probabilities are not finite: the policy is broken, and no push repairs it"
+        why = "the learner's log-probabilities are not finite: the policy is broken, and no push repairs it"
         return state, GuardDecision(rung=Rung.STOP, cause="policy", why=why, update=False)
     if broken := tuple(name for name, gap in gaps.items() if gap.num_not_finite):
         return _push_again(
@@ -159,7 +156,7 @@ def decide(
     if odd := _odd_ones(state, judged, config):
         worst = max(judged[name].k3 for name in odd)
         why = f"k3 of {_named(odd)} jumped to {worst:.1e}"
-        why += " while the others' stayed" if len(judged) > 1 else ""
+        why += " while other engines are normal" if len(judged) > 1 else ""
         return _push_again(state, config, "sync", odd, why, can_raise)
     k3 = sum(gap.k3 * gap.num_tokens for gap in judged.values()) / sum(gap.num_tokens for gap in judged.values())
     state, decision = _answer_noise(state, k3, config, can_raise)
@@ -169,7 +166,7 @@ def decide(
 
 
 def _odd_ones(state: GuardState, judged: Mapping[str, EngineGap], config: GuardConfig) -> tuple[str, ...]:
-    """Find engines whose mismatch is neither like their past nor like the others'."""
+    """Return engines with a mismatch unlike their past and unlike the other engines."""
     limit = state.own_limit(config)
     if len(judged) == 1:
         sudden = math.inf if state.centre is None or state.raised else _STEEPNESS["raise_precision"] * limit
@@ -185,10 +182,10 @@ def _odd_ones(state: GuardState, judged: Mapping[str, EngineGap], config: GuardC
 def _answer_noise(
     state: GuardState, k3: float, config: GuardConfig, can_raise: bool
 ) -> tuple[GuardState, GuardDecision]:
-    """Choose the rung for a mismatch that all engines share."""
+    """Choose the level for a mismatch of all engines."""
     limits = state.limits(config)
     reached = max((rung for rung, limit in limits.items() if k3 > limit), default=Rung.OBSERVE)
-    if state.rung < Rung.SKIP:  # a push that helped leaves nothing behind
+    if state.rung < Rung.SKIP:  # no hysteresis after a push that helped
         held = (rung for rung in (Rung.CORRECT, Rung.MASK) if rung <= state.rung and k3 > _RELEASE * limits[rung])
         reached = max(reached, max(held, default=Rung.OBSERVE))
     why = ""
@@ -200,7 +197,7 @@ def _answer_noise(
     if reached == Rung.SKIP or num_hot >= _PATIENCE:
         if can_raise:
             return _raise(state, config, update=reached < Rung.SKIP, cause="noise", engines=(), why=why)
-        why += "; precision is raised already" if state.raised else "; there is no higher precision to go to"
+        why += "; precision is already raised" if state.raised else "; there is no higher precision"
         if reached == Rung.SKIP:
             return _push_again(state, config, "noise", (), why, can_raise)
     rung = min(reached, Rung.MASK)
@@ -228,8 +225,7 @@ def _raise(
 def _push_again(
     state: GuardState, config: GuardConfig, cause: Cause, engines: tuple[str, ...], why: str, can_raise: bool
 ) -> tuple[GuardState, GuardDecision]:
-    """Skip the batch and push; when that has not helped often enough, start engines again in full precision, and then
-    stop."""
+    """Skip the batch and push again; after too many pushes restart engines in full precision, and then stop."""
     num_pushes = state.num_pushes + 1
     if num_pushes <= config.max_pushes:
         state = replace(state, rung=Rung.SKIP, num_pushes=num_pushes)
@@ -243,7 +239,7 @@ def _push_again(
 
 
 def _remember(state: GuardState, logs: Sequence[float], config: GuardConfig) -> GuardState:
-    """Learn what is normal: from the first calm steps, and slowly ever after."""
+    """Calibrate on the first calm steps, then follow slowly."""
     if state.centre is not None:
         return replace(state, centre=state.centre + _FOLLOW * (median(logs) - state.centre))
     past, num_steps = (*state.past, *logs), state.num_steps + 1
@@ -255,7 +251,7 @@ def _remember(state: GuardState, logs: Sequence[float], config: GuardConfig) -> 
 
 
 def least_correction(configured: CorrectionConfig, rung: Rung) -> CorrectionConfig:
-    """The configured correction, or the one that the rung asks for if that is stronger."""
+    """Return the configured correction, or the level's correction if that is stronger."""
     if rung == Rung.CORRECT and configured.kind == "none":
         return configured.model_copy(update={"kind": "token-tis"})
     if rung >= Rung.MASK and not configured.kind.endswith("-mis"):
@@ -264,11 +260,9 @@ def least_correction(configured: CorrectionConfig, rung: Rung) -> CorrectionConf
 
 
 def save_batch(directory: Path, samples: Sequence[Sample], learner_logp: Sequence[Floats]) -> Path:
-    """Save everything that the decision was made from as batch.npz, which numpy reads without pickle, with its
-    SHA256SUMS.
+    """Save the inputs of a decision as batch.npz, readable without pickle, with SHA256SUMS.
 
-    Arrays of tokens hold those of all samples, one after the other; `version_spans` has rows of sample, version and
-    number of tokens.
+    Token arrays are concatenated over samples; `version_spans` has rows of sample, version and number of tokens.
     """
     with atomic_directory(directory) as partial:
         np.savez_compressed(

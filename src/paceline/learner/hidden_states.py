@@ -1,12 +1,10 @@
-"""Hidden states of the policy for drafter training: by-products of the pass that scores rollouts, and the share that is
-kept.
+"""Record the policy's hidden states for drafter training during the pass that scores rollouts.
 
-    samples ──▶ choose: a share of them, within a byte budget ──▶ HiddenStateTap.score: one pass ──▶ log-probabilities
-                                                                                                └──▶ documents
-                                                                  drafters/buffer.py ◀── HiddenStateWriter ──┘
+    samples ──▶ choose: a share within a byte budget ──▶ HiddenStateTap.score: one pass ──▶ log-probabilities
+                                                                                       └──▶ documents
+                                                         drafters/buffer.py ◀── HiddenStateWriter ──┘
 
-The policy update needs that pass in any case. The hidden states are detached copies in host memory: no gradient and no
-write of drafter training can reach the policy.
+The hidden states are detached copies in host memory: no gradient or write of drafter training can reach the policy.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ from paceline.learner.scoring import RankScores
 from paceline.types import Sample
 
 CHUNK_ROLLOUTS = 64
-"""Rollouts whose hidden states are computed and held at once, by those who go through many."""
+"""Rollouts per pass for callers that process many."""
 
 
 class HiddenStateTap:
-    """One rank of the learner with the drafter's taps in it. `score` is collective, as `FsdpLearner.score` is."""
+    """Scores samples on one learner rank and records the hidden states at the drafter's taps."""
 
     def __init__(self, learner: FsdpLearner, taps: Sequence[int]) -> None:
         self._learner = learner
@@ -43,7 +41,7 @@ class HiddenStateTap:
     def score(
         self, samples: Sequence[Sample], chosen: Collection[int], correction: CorrectionConfig | None = None
     ) -> tuple[RankScores, list[Document]]:
-        """Score all samples, and make documents of those chosen samples that this rank computed."""
+        """Score all samples, and return documents of the chosen samples that this rank computed. Collective."""
         result = self._learner.score(samples, taps=self._taps, tapped=chosen, correction=correction)
         documents = [
             Document(
@@ -57,20 +55,20 @@ class HiddenStateTap:
         return result, documents
 
     def all_documents(self, samples: Sequence[Sample]) -> list[Document]:
-        """Make documents of all samples, in their order, where there is one rank."""
+        """Return documents of all samples, in order. Single rank only."""
         return self.score(samples, range(len(samples)))[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenStateWriterSettings:
     directory: Path
-    """Directory of the buffer."""
+    """Buffer directory."""
     taps: tuple[int, ...]
     buffer: BufferConfig
 
 
 class HiddenStateWriter:
-    """Scores rollouts on one rank and writes a share of them, with hidden states, into the drafter's buffer."""
+    """Scores rollouts on one rank and writes a share of them with hidden states into the drafter's buffer."""
 
     def __init__(self, learner: FsdpLearner, settings: HiddenStateWriterSettings, *, rank: int, seed: int) -> None:
         self._tap = HiddenStateTap(learner, settings.taps)
@@ -79,11 +77,11 @@ class HiddenStateWriter:
         self._buffer = Buffer(settings.directory, settings.buffer, writer=f"rank{rank}")
         self._rank, self._seed = rank, seed
         self.num_failures = 0
-        """Steps whose hidden states could not be written."""
+        """Number of failed writes."""
 
     def score(self, samples: Sequence[Sample], correction: CorrectionConfig | None = None) -> RankScores:
-        """Score all samples and write some of them. A failed write costs the drafter training data, not the run."""
-        version = self._learner.num_updates  # counted by the learner's state, so that a run that goes on chooses alike
+        """Score all samples and write some of them. A failed write loses training data, not the run. Collective."""
+        version = self._learner.num_updates  # part of the saved state, so a resumed run makes the same choice
         config, taps = self._settings.buffer, self._settings.taps
         chosen = choose(
             samples,
@@ -104,7 +102,6 @@ class HiddenStateWriter:
         return result
 
     def counters(self) -> dict[str, float]:
-        """Failures since the start, by metric key."""
         return {"draft/hand_over_failures": float(self.num_failures)}
 
 
@@ -117,7 +114,7 @@ def choose(
     budget_bytes: float,
     seed: Sequence[int],
 ) -> list[int]:
-    """Choose the samples to write, the same on every rank."""
+    """Choose samples to write, the same on every rank."""
     sizes = [document_bytes(len(sample.token_ids), num_taps, hidden_size) for sample in samples]
     fitting = draw(sizes, budget_bytes, np.random.default_rng(list(seed)))
     return sorted(fitting[: round(share * len(samples))])

@@ -1,18 +1,16 @@
-"""Objective of the update: group advantages, the clipped policy loss (GRPO, DAPO's options) and the mismatch estimator.
-Pure functions.
+"""Group advantages, the clipped policy loss (GRPO, DAPO's options) and the mismatch estimator, as pure functions.
 
-For a token with old log-probability o that the learner now gives log-probability l, the ratio is r = exp(l - o), and
-the loss of the token with advantage A and weight w is
+A token has old log-probability o and current log-probability l. With ratio r = exp(l - o), advantage A and weight w its
+loss is
 
     -w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
 
-Without correction o is the engine's behaviour log-probability and w is 1. With it (correction.py) o is the learner's
-own before the update, and w, a constant, makes up for the engine having drawn from a slightly different distribution.
+Without correction o is the engine's log-probability and w is 1. With correction (correction.py) o is the learner's
+log-probability before the update, and the constant w compensates for the engine's slightly different distribution.
 
-GRPO (arXiv 2402.03300) has clip_low = clip_high and weighs every rollout the same. DAPO (arXiv 2503.14476) raises
-clip_high, so that unlikely tokens can grow, and weighs every token the same, so that long rollouts are not diluted. The
-sum is divided by a normaliser that the caller counts over the whole minibatch, all ranks included: cutting it into
-micro-batches changes nothing.
+GRPO (arXiv 2402.03300) has clip_low = clip_high and weights rollouts equally. DAPO (arXiv 2503.14476) raises clip_high,
+so that unlikely tokens can grow, and weights tokens equally, so that long rollouts are not diluted. The sum is divided
+by a normaliser over the whole minibatch and all ranks, so micro-batches do not change the result.
 
 Dimension suffixes: B rollouts, T positions of the padded batch.
 """
@@ -32,15 +30,14 @@ if TYPE_CHECKING:
     import torch
 
 MAX_LOG_RATIO = 20.0
-"""As in verl. A ratio of e^20 is outside of every band, and its square is still a number."""
+"""Clamp of log ratios, as in verl. A ratio of e^20 is outside every band, and its square is still finite."""
 
 
 def advantages(rewards: Sequence[float], kind: Literal["grpo", "centered"]) -> npt.NDArray[np.float64]:
-    """Advantage of each rollout of one group: its reward above the group's mean, for `grpo` in units of the group's
-    deviation."""
+    """Return each reward minus the group's mean, for `grpo` divided by the group's standard deviation."""
     reward_G = np.asarray(rewards, np.float64)
-    # Tested on the rewards: the rounding of the mean leaves a tiny deviation in a group of equal rewards, and dividing
-    # by it would turn rounding into advantages of size 1. A group without spread teaches nothing.
+    # Compare rewards, not the deviation: rounding of the mean leaves a tiny deviation in a group of equal rewards, and
+    # dividing by it would turn rounding into advantages of size 1.
     if not len(reward_G) or reward_G.max() == reward_G.min():
         return np.zeros_like(reward_G)
     centered_G = reward_G - reward_G.mean()
@@ -48,29 +45,31 @@ def advantages(rewards: Sequence[float], kind: Literal["grpo", "centered"]) -> n
 
 
 def is_trained_on(rewards: Sequence[float], config: ObjectiveConfig) -> bool:
-    """Whether a group takes part in the update: not if a reward of it failed (NaN), since the advantages of the others
-    would be wrong, and not without a spread of rewards if the config drops such groups."""
+    """Return whether a group takes part in the update.
+
+    A group with a failed reward (NaN) does not, because the other advantages would be wrong. A group of equal rewards
+    does not if the config drops such groups.
+    """
     if np.isnan(rewards).any():
         return False
     return len(set(rewards)) > 1 or not config.drop_uniform_groups
 
 
 def loss_normaliser(lengths: Sequence[int], loss: Literal["token", "sequence"]) -> float:
-    """Divisor of a minibatch's loss: its response tokens, or its rollouts. `lengths` are response lengths."""
+    """Return the divisor of a minibatch's loss: its response tokens, or its rollouts."""
     return float(max(1, sum(lengths) if loss == "token" else len(lengths)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """Sums over response tokens, so that micro-batches and ranks add up to what one pass over everything would have
-    said."""
+    """Sums over response tokens, which add up exactly over micro-batches and ranks."""
 
     num_tokens: float = 0.0
     loss: float = 0.0
-    """Already divided by the normaliser: the loss of the minibatch is the plain sum of its parts."""
+    """Already divided by the normaliser, so the loss of a minibatch is the sum of its parts."""
     ratio: float = 0.0
     clipped: float = 0.0
-    """Tokens whose loss is held by the clip, and which therefore have no gradient."""
+    """Clipped tokens, which have no gradient."""
     k1: float = 0.0
     """Sum of o - l, the plain estimator of KL(old || policy)."""
     k3: float = 0.0
@@ -85,7 +84,7 @@ class LossSums:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> LossSums:
-        """The inverse of values(), for what a reduction over ranks returns."""
+        """Return sums from `values()`, for example after a reduction over ranks."""
         return cls(**{field.name: value for field, value in zip(fields(cls), values, strict=True)})
 
 
@@ -107,13 +106,12 @@ def policy_loss(
     normaliser: float,
     config: ObjectiveConfig,
 ) -> PolicyLoss:
-    """Clipped surrogate loss of a padded micro-batch. `mask_BT` is true at response tokens; elsewhere any finite value
-    goes."""
+    """Return the clipped surrogate loss of a padded micro-batch. Outside of `mask_BT` any finite value is allowed."""
     import torch
 
     log_ratio_BT = logp_BT - old_logp_BT
-    # exp overflows at 88 in float32, and one infinite token turns the gradient of the whole batch into NaN. A ratio of
-    # e^20 is far outside every clip range, so nothing that could be learnt from is lost.
+    # exp overflows at 88 in float32, and one infinite token would make the gradient of the whole batch NaN. A ratio of
+    # e^20 is far outside every clip range, so the clamp changes no gradient.
     log_ratio_BT = log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_BT = log_ratio_BT.exp()
     free_BT = ratio_BT * advantage_B[:, None]
@@ -126,7 +124,7 @@ def policy_loss(
     def total(value_BT: torch.Tensor) -> torch.Tensor:
         return (value_BT.detach().double() * mask_BT).sum()
 
-    values = torch.stack(  # one transfer to the host for all of them
+    values = torch.stack(  # a single transfer to the host
         [
             mask_BT.double().sum(),
             loss.detach().double(),
@@ -141,13 +139,13 @@ def policy_loss(
 
 
 def k3_of(log_N: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """rho - 1 - log rho of each token. Rounding can leave a hair below zero, which no KL is."""
+    """Return rho - 1 - log rho of each token, without negative values from rounding."""
     return np.maximum(np.expm1(log_N) - log_N, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Gap between the engine's and the learner's log-probabilities of the same tokens; parts merge exactly."""
+    """Gap between log-probabilities of engine and learner for the same tokens. Parts merge exactly."""
 
     count: int = 0
     k3_sum: float = 0.0
@@ -160,7 +158,7 @@ class Mismatch:
 
 
 def mismatch(rollout_logp: npt.NDArray[np.floating], learner_logp: npt.NDArray[np.floating]) -> Mismatch:
-    """Mismatch of one rollout. Its k3 is taken per token under the engine's distribution: KL(engine || learner)."""
+    """Return the mismatch of one rollout, with k3 per token under the engine's distribution: KL(engine || learner)."""
     if rollout_logp.shape != learner_logp.shape:
         raise ValueError(
             f"learner_logp: got {learner_logp.shape}; must be {rollout_logp.shape}, a value for each token"
@@ -168,7 +166,7 @@ def mismatch(rollout_logp: npt.NDArray[np.floating], learner_logp: npt.NDArray[n
     if not rollout_logp.size:
         return Mismatch()
     log_ratio_T = learner_logp.astype(np.float64) - rollout_logp.astype(np.float64)
-    clamped_T = log_ratio_T.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # one lost token must not make the sum infinite
+    clamped_T = log_ratio_T.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # one bad token must not make the sum infinite
     return Mismatch(
         count=len(log_ratio_T), k3_sum=float(k3_of(clamped_T).sum()), max_abs=float(np.abs(log_ratio_T).max())
     )

@@ -1,4 +1,4 @@
-"""Makes a process a rank of the learner: its device, its process group, and its shard of the policy."""
+"""Set up one learner rank: device, process group and shard of the policy."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from paceline.types import DeviceKind
 
 
 def prepare_device(rank: int, seed: int, num_threads: int | None, kind: DeviceKind | None) -> torch.device:
-    """Seed the process and pick its device."""
+    """Seed the process and select its device."""
     torch.manual_seed(seed)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     device = use_device(rank, kind)
     if device.type != "cpu":
         return device
-    # Not on GPUs, where some kernels have no deterministic form and would raise.
+    # CPU only: some GPU kernels have no deterministic form and would raise.
     torch.use_deterministic_algorithms(True)
-    # Deterministic mode also writes NaN over every new tensor, an aid in debugging that costs time.
+    # Deterministic mode also fills every new tensor with NaN, a slow debugging aid.
     deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     return device
 
 
 def join_ranks(config: LearnerConfig, rank: int, device: torch.device, store: Store) -> None:
-    """Meet the other ranks. The timeout bounds how long a rank waits for one that died."""
+    """Join the process group. The timeout bounds the wait for a dead rank."""
     dist.init_process_group(
         collective_backend(device),
         store=store,
@@ -45,11 +45,11 @@ def join_ranks(config: LearnerConfig, rank: int, device: torch.device, store: St
 
 
 def shard_policy(scorer: TokenScorer, config: LearnerConfig, device: torch.device) -> list[nn.Module]:
-    """Apply FSDP2 to every decoder layer and to the rest; returns the layers."""
+    """Apply FSDP2 to every decoder layer and to the root, and return the layers."""
     mesh = init_device_mesh(device.type, (config.world_size,))
     precision = MixedPrecisionPolicy()
     if config.dtype == "bfloat16":
-        # Gradients are reduced in float32: the sum over ranks must not lose what each of them found.
+        # Gradients are reduced in float32 to keep the sum over ranks exact enough.
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = scorer.policy.base_model.layers
     assert isinstance(layers, nn.ModuleList)

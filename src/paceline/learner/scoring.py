@@ -1,6 +1,6 @@
-"""The forward pass that scores response tokens, and the hidden states that it can record.
+"""Forward pass that scores response tokens and can record hidden states.
 
-Logits are computed for response tokens only, in chunks, so that memory is bounded by the chunk and not by the batch.
+Logits are computed only for response tokens, in chunks, so the chunk bounds the memory, not the batch.
 
 Dimension suffixes: B rollouts, S padded tokens (prompt and response), T padded response tokens, N response tokens
 without padding, D hidden size, V vocabulary, K taps.
@@ -22,8 +22,7 @@ from paceline.learner.checkpoint import output_head
 from paceline.types import Floats, PendingGradients, Sample
 
 _CHUNK_ELEMENTS = 1 << 26
-"""Logits held at once: 256 MB in float32. Eight thousand tokens of a vocabulary of 150,000 would need 5 GB, and as much
-again for their gradient."""
+"""Logits per chunk, 256 MB in float32. Eight thousand tokens with a vocabulary of 150,000 would need 5 GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,10 +30,10 @@ class HiddenStates:
     """Hidden states of one sample, prompt included; float32."""
 
     taps: Floats
-    """[tokens, taps, hidden]: the residual stream after i decoder layers for each tap i, which is vLLM's numbering of
-    auxiliary hidden states; 0 is what the first layer reads."""
+    """[tokens, taps, hidden]: the residual stream after i decoder layers for each tap i, vLLM's numbering of auxiliary
+    hidden states; 0 is the input of the first layer."""
     last: Floats
-    """[tokens, hidden]: after the final norm; what the output head reads."""
+    """[tokens, hidden]: after the final norm, the input of the output head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,17 +43,16 @@ class RankScores:
     logp: tuple[Floats, ...]
     """Log-probability of each response token, at the rollout temperature."""
     entropy: tuple[Floats, ...]
-    """Entropy of the distribution that each response token was drawn from."""
+    """Entropy of the distribution of each response token."""
     states: Mapping[int, HiddenStates]
-    """Hidden states by index into the samples; empty without taps. Each requested sample is on exactly one rank."""
+    """Hidden states by sample index; empty without taps. Each requested sample is on exactly one rank."""
     pending: PendingGradients | None = None
 
 
 class TokenScorer(nn.Module):
-    """The policy with a forward pass that scores chosen tokens only: prompt tokens never reach the output head.
+    """The policy with a forward pass that scores only chosen tokens: prompt tokens skip the output head.
 
-    It is the root that FSDP2 shards, because FSDP2 gathers the root's parameters in the root's forward pass and nowhere
-    else.
+    It is FSDP2's root module, because FSDP2 gathers the root's parameters only in the root's forward pass.
     """
 
     def __init__(self, policy: PreTrainedModel, temperature: float) -> None:
@@ -66,7 +64,7 @@ class TokenScorer(nn.Module):
     def forward(
         self, input_ids_BS: torch.Tensor, position_N: torch.Tensor, target_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """logp_N (differentiable), entropy_N and hidden_BSD after the final norm (both not)."""
+        """Return differentiable logp_N, and detached entropy_N and hidden_BSD after the final norm."""
         hidden_BSD = self.policy.base_model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
         hidden_ND = hidden_BSD.flatten(0, 1).index_select(0, position_N)
         if len(position_N) <= self.chunk_tokens:
@@ -80,8 +78,7 @@ class TokenScorer(nn.Module):
         return logp_N, entropy_N, hidden_BSD.detach()
 
     def score(self, hidden_ND: torch.Tensor, target_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # In float32 whatever the dtype of the policy: a bfloat16 logsumexp is off by more than the whole mismatch to
-        # the engine.
+        # Always float32: the error of a bfloat16 logsumexp exceeds the whole mismatch to the engine.
         logits_NV = output_head(self.policy)(hidden_ND).float() / self.temperature
         logsumexp_N = logits_NV.logsumexp(-1)
         logp_N = logits_NV.gather(-1, target_N[:, None])[:, 0] - logsumexp_N
@@ -94,8 +91,7 @@ class TokenScorer(nn.Module):
 def record_taps(layers: Sequence[nn.Module], taps: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
     """Record the outputs of the tapped layers, and the first layer's input for tap 0, during a forward pass.
 
-    Hooks take them because transformers' own list of hidden states ends with the normed output in place of the last
-    layer's.
+    Hooks are needed because the last of transformers' own hidden states is the normed output, not the last layer's.
     """
     recorded: dict[int, torch.Tensor] = {}
 
@@ -121,14 +117,14 @@ def hidden_states_of(
     tapped: Sequence[torch.Tensor],
     last_BSD: torch.Tensor,
 ) -> dict[int, HiddenStates]:
-    """Copy the hidden states of these rows of a pass into host memory, without their padding."""
+    """Copy the hidden states of some rows of a pass into host memory, without padding."""
     states: dict[int, HiddenStates] = {}
     for row in rows:
         length = len(samples[indices[row]].token_ids)
         taps_SKD = torch.stack([tap_BSD[row, :length] for tap_BSD in tapped], 1)
         states[indices[row]] = HiddenStates(
             taps=taps_SKD.to("cpu", torch.float32).numpy(),
-            # A copy, because a view would keep the whole pass in memory.
+            # A view would keep the whole pass in memory.
             last=last_BSD[row, :length].to("cpu", torch.float32, copy=True).numpy(),
         )
     return states

@@ -1,10 +1,10 @@
-"""All that the learner's next update depends on, as files: parameters, optimizer state, counters and KV scales.
+"""Save and load the learner's state: parameters, optimizer state, counters and KV scales.
 
     learner/shard-RANK-*.safetensors    each rank's shards of parameters and AdamW's two moments
-            counters.json               updates and optimizer steps so far, and the scales of an FP8 KV cache
+            counters.json               updates, optimizer steps and the scales of an FP8 KV cache
 
-torch.distributed.checkpoint writes and reads the shards, so another number of ranks can go on from them. Its default
-format pickles an index; the one used here is safetensors alone.
+torch.distributed.checkpoint writes and reads the shards, so another number of ranks can load them. The format is
+safetensors, because the default format pickles an index.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write_state(
     optimizer: torch.optim.Optimizer,
     counters: LearnerCounters,
 ) -> None:
-    """Write into a directory that all ranks see, which rank 0 makes. Collective."""
+    """Write into a new directory that all ranks can access. Collective."""
     if dist.get_rank() == 0:
         directory.mkdir()
         steps = {name: float(state["step"]) for name, state in _states(parameters, optimizer)}
@@ -52,21 +52,20 @@ def write_state(
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
     try:
         save(_tensors(parameters, optimizer), storage_writer=writer)
-    except CheckpointException as error:  # no Exception, so that it would pass every handler of failures
+    except CheckpointException as error:  # a BaseException, which handlers of failures would miss
         raise PacelineError(f"the learner's state cannot be written to {directory}: {error}") from error
     seen = len(list(directory.glob("*.safetensors")))
     if seen != dist.get_world_size():
         raise PacelineError(
-            f"run.directory: {seen} of {dist.get_world_size()} ranks wrote to {directory} as this node sees it; must "
-            "be on a file system that all of the learner's nodes share, or set run.checkpoint_every=0"
+            f"run.directory: files of {seen} of {dist.get_world_size()} ranks arrived in {directory}; must be on a "
+            "file system that all learner nodes share, or set run.checkpoint_every=0"
         )
 
 
 def read_state(
     directory: Path, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> LearnerCounters:
-    """Replace parameters and optimizer state by those of `directory`, whatever number of ranks wrote them.
-    Collective."""
+    """Load parameters and optimizer state written by any number of ranks. Collective."""
     tree = json.loads((directory / _COUNTERS).read_text(encoding="utf-8"))
     steps: dict[str, float] = tree["optimizer_steps"]
     for name, parameter in parameters.items():
@@ -79,7 +78,7 @@ def read_state(
     try:
         load(_tensors(parameters, optimizer), storage_reader=HuggingFaceStorageReader(str(directory)))
     except CheckpointException as error:
-        raise PacelineError(f"the learner's state in {directory} is not of this policy: {error}") from error
+        raise PacelineError(f"the learner's state in {directory} does not fit this policy: {error}") from error
     scales = tree["kv_scales"]
     if scales is not None:
         q, k, v = (tuple(scales[part]) for part in "qkv")
@@ -90,7 +89,7 @@ def read_state(
 def _states(
     parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Optimizer states by the names of their parameters; none before the first step."""
+    """Return optimizer states by parameter name; none before the first step."""
     return ((name, optimizer.state[p]) for name, p in parameters.items() if p in optimizer.state)
 
 

@@ -1,16 +1,16 @@
-"""The mismatch of every step: measured, corrected, guarded and reported.
+"""Measure, correct and guard the mismatch of every step.
 
     samples, learner's logp ──▶ diagnose ──▶ guard.decide ──▶ correct ──▶ samples for the update
                                    │              │
                                    ▼              ▼
-                          metrics, histogram,   events; on "stop" the batch is saved and the run ends
+                          metrics, histogram,   events; on "stop" save the batch and end the run
                           worst tokens, floor
 
-Engines are judged by tokens that the present policy has drawn: older ones (asynchronous training) differ through the
-updates since then. A token that is not finite counts whatever its age, and the correction covers all tokens.
+Engines are judged by tokens that the current policy drew: older tokens (asynchronous training) also differ by the
+updates since then. Tokens that are not finite count at any age, and the correction covers all tokens.
 
-The floor is how much the learner differs from itself when a few samples are scored again in another batch. No
-mismatch can be smaller, and one near it is rounding. It is measured on a hundredth of the tokens.
+The floor is the learner's difference to itself when it scores a hundredth of the tokens in another batch. A mismatch
+near the floor is rounding.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Verdict:
 
 
 class MismatchMonitor:
-    """Judges every step's samples, and remembers what the guard has seen."""
+    """Judges the samples of every step and keeps the guard's state."""
 
     def __init__(
         self, config: Config, learner: Learner, journal: Journal, *, can_raise: bool, save_to: Path | None
     ) -> None:
-        """`can_raise`: engines can restart in full precision. `save_to` is where a stopped run leaves its batch."""
+        """With `can_raise`, engines can restart in full precision. A stopped run saves its batch in `save_to`."""
         self._config, self._learner, self._journal = config, learner, journal
-        # Engines are started again between batches; in asynchronous training there is no between.
+        # Engines restart between batches, and asynchronous training has no pause between batches.
         self._can_raise = can_raise and config.run.max_age == 0
         self._save_to = save_to
         self._state = GuardState()
@@ -62,12 +62,12 @@ class MismatchMonitor:
 
     @property
     def raised(self) -> bool:
-        """Whether the engines should be in full precision."""
+        """True if the engines should run in full precision."""
         return self._state.raised
 
     @property
     def correction(self) -> CorrectionConfig:
-        """How the next samples will be corrected, unless they make the guard take another rung."""
+        """Correction of the next samples, unless they change the guard's level."""
         acting = self._config.guard.mode == "act"
         return least_correction(self._config.correction, self._rung if acting else Rung.OBSERVE)
 
@@ -89,11 +89,11 @@ class MismatchMonitor:
             self._state, gaps, self._config.guard, learner_is_finite=finite, can_raise=self._can_raise
         )
         acting = self._config.guard.mode == "act"
-        if not acting:  # what was not done is not remembered as done
+        if not acting:  # nothing was done
             state = replace(state, raised=False, num_pushes=0, hold_steps=0)
         self._state = state
         self._measure(ratios)
-        self._tell(decision)
+        self._record_decision(decision)
         if len(ratios.log_N):
             self._journal.mismatch(
                 counts=histogram(ratios),
@@ -117,7 +117,7 @@ class MismatchMonitor:
         return Verdict(decision=decision, samples=corrected, pending=pending)
 
     def _of_engines(self, ratios: Ratios, samples: Sequence[Sample], version: int) -> Ratios:
-        """Ratios of the tokens that say something about engines; of the others only the mean gap is recorded."""
+        """Select the tokens that engines are judged by; record only the mean gap of the others."""
         present_N = drawn_by(samples, version)
         add = self._journal.metrics.add
         add("mismatch/judged_share", Mean(float(present_N.sum()), len(present_N)))
@@ -127,7 +127,7 @@ class MismatchMonitor:
         return ratios.only(present_N | ~np.isfinite(ratios.log_N))
 
     def _measure(self, ratios: Ratios) -> None:
-        """Record the mismatch; without a token to tell it from there is none to record."""
+        """Record the mismatch, if there are tokens."""
         if not len(ratios.log_N):
             return
         found, add = diagnose(ratios, cap=self._config.correction.cap), self._journal.metrics.add
@@ -137,7 +137,7 @@ class MismatchMonitor:
             add(f"mismatch/{key}", Mean(value))
 
     async def _floor(self, samples: Sequence[Sample], learner_logp: Sequence[Floats]) -> None:
-        """Measure how much the learner differs from itself."""
+        """Measure the difference between two scorings by the learner."""
         lengths = [len(sample.token_ids) for sample in samples]
         rng = np.random.default_rng((self._config.run.seed, self._journal.step))
         chosen = draw(lengths, _FLOOR_SHARE * sum(lengths), rng, fewest=1)
@@ -145,7 +145,7 @@ class MismatchMonitor:
         gap = Ratios.of([learner_logp[i] for i in chosen], again)
         self._journal.metrics.add("mismatch/floor_k3", Mean(float(k3_of(gap.clamped_N).sum()), len(gap.log_N)))
 
-    def _tell(self, decision: GuardDecision) -> None:
+    def _record_decision(self, decision: GuardDecision) -> None:
         add, guard = self._journal.metrics.add, self._config.guard
         add("guard/rung", Max(decision.rung))
         add("guard/raised", Max(float(self._state.raised)))
@@ -163,12 +163,12 @@ class MismatchMonitor:
         self._rung = decision.rung
 
     def _stop(self, decision: GuardDecision, samples: Sequence[Sample], learner_logp: Sequence[Floats]) -> None:
-        where = "no directory was given to save the batch to"
+        where = "the batch was not saved"
         if self._save_to is not None:
             file = save_batch(self._save_to / f"stopped-step-{self._journal.step}", samples, learner_logp)
             where = f"the batch is in {file}"
         raise PacelineError(
             f"the guard stopped the run at step {self._journal.step}: {decision.why}; {where}. The worst tokens are in "
             "the last mismatch record of metrics.jsonl; `paceline certify logp` compares one engine with the learner; "
-            "guard.mode=observe goes on all the same"
+            "guard.mode=observe continues the run"
         )
