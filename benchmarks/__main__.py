@@ -86,7 +86,7 @@ BENCHES = {
         _runs_elsewhere,
     ),
     "guard": BenchEntry(
-        "planted faults: is each answered by the right rung, and are clean batches left alone (about 5 minutes)"
+        "planted faults: is each answered by the right level, and are clean batches left alone (about 5 minutes)"
     ),
     "history": BenchEntry(
         "history drafter on a second epoch: accepted length, and what its proposals cost (about 5 minutes)"

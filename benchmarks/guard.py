@@ -34,7 +34,7 @@ from paceline.config import GuardConfig, LearnerConfig, ObjectiveConfig
 from paceline.context import Context
 from paceline.learner.correction import Ratios, diagnose, gaps_by_engine, histogram, worst_tokens
 from paceline.learner.fsdp import FsdpLearner
-from paceline.learner.guard import GuardDecision, GuardState, Rung, decide
+from paceline.learner.guard import GuardDecision, GuardState, Level, decide
 from paceline.measure import Result, environment
 from paceline.orchestrator.task import Task
 from paceline.sessions.train import load_tokenizer
@@ -56,7 +56,7 @@ _GUARD = GuardConfig(mode="act", hold_steps=4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    rung: Rung
+    rung: Level
     """The right answer."""
     engines: tuple[str, ...]
     base: str
@@ -64,11 +64,11 @@ class Fault:
 
 
 FAULTS: Mapping[str, Fault] = {
-    "int4": Fault(rung=Rung.RAISE_PRECISION, engines=_ENGINES, base="fp8"),
-    "kv-scales": Fault(rung=Rung.RAISE_PRECISION, engines=_ENGINES, base="fp8"),
-    "stale": Fault(rung=Rung.SKIP, engines=_ENGINES[1:], base="bf16"),
-    "swapped": Fault(rung=Rung.SKIP, engines=_ENGINES[1:], base="bf16"),
-    "nan": Fault(rung=Rung.SKIP, engines=_ENGINES[1:], base="bf16"),
+    "int4": Fault(rung=Level.RAISE_PRECISION, engines=_ENGINES, base="fp8"),
+    "kv-scales": Fault(rung=Level.RAISE_PRECISION, engines=_ENGINES, base="fp8"),
+    "stale": Fault(rung=Level.SKIP, engines=_ENGINES[1:], base="bf16"),
+    "swapped": Fault(rung=Level.SKIP, engines=_ENGINES[1:], base="bf16"),
+    "nan": Fault(rung=Level.SKIP, engines=_ENGINES[1:], base="bf16"),
 }
 
 
@@ -165,15 +165,15 @@ def play_fault(name: str, pools: Mapping[str, Pool], random: np.random.Generator
         kinds = {engine: name if faulty and engine in fault.engines else base for engine in _ENGINES}
         state, decision = _step(state, {engine: pools[kind] for engine, kind in kinds.items()}, random)
         decisions.append(decision)
-        if faulty and decision.rung == fault.rung and decision.engines == _suspects(fault):
+        if faulty and decision.level == fault.rung and decision.engines == _suspects(fault):
             faulty, steps_to_rung = False, num_faulty
         if decision.precision is not None:
             base = "bf16" if decision.precision == "raise" else fault.base
-    calm = max(decision.rung for decision in decisions[_CALM_STEPS - 2 : _CALM_STEPS])
+    calm = max(decision.level for decision in decisions[_CALM_STEPS - 2 : _CALM_STEPS])
     return Outcome(
         steps_to_rung=steps_to_rung,
-        recovered=not faulty and not state.raised and all(decision.rung <= calm for decision in decisions[-3:]),
-        rungs=[decision.rung.words for decision in decisions],
+        recovered=not faulty and not state.raised and all(decision.level <= calm for decision in decisions[-3:]),
+        rungs=[decision.level.words for decision in decisions],
     )
 
 
@@ -181,12 +181,12 @@ def false_alarms(pool: Pool, num: int, random: np.random.Generator) -> float:
     """Share of clean batches with a higher rung than the calibration's, in runs of a hundred."""
     alarms = 0
     for first in range(0, num, 100):
-        state, expected = GuardState(), Rung.OBSERVE
+        state, expected = GuardState(), Level.OBSERVE
         for number in range(min(100, num - first) + _CALM_STEPS):
             state, decision = _step(state, dict.fromkeys(_ENGINES, pool), random)
             if number < _CALM_STEPS:
-                expected = max(expected, min(decision.rung, Rung.CORRECT))  # FP8 may be beyond what needs no correction
-            alarms += number >= _CALM_STEPS and decision.rung > expected
+                expected = max(expected, min(decision.level, Level.CORRECT))  # FP8 may need correction
+            alarms += number >= _CALM_STEPS and decision.level > expected
     return alarms / num
 
 

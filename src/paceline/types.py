@@ -1,8 +1,7 @@
-"""Records that cross a boundary, and the protocols of engine, learner and weight sender.
+"""Records shared by all rooms, and the protocols of engine, learner and weight sender.
 
-Rollouts carry everything that a later stage needs, so nothing downstream asks the engine again. Every record is
-frozen; arrays inside them are numpy (they cross process boundaries without a copy through Ray's object store) and are
-never written to.
+Rollouts carry everything that later stages need, so nothing downstream queries the engine. Records are frozen. Their
+arrays are numpy, which Ray's object store ships without a copy, and read-only by convention.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from paceline.config import CorrectionConfig
 Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 VersionSpans = tuple[tuple[int, int], ...]
-"""Policy version and number of tokens of each stretch of a response that one version has drawn, in order."""
+"""Policy version and number of tokens of each span of a response, in order."""
 
 
 DeviceKind = Literal["cpu", "gpu"]
-"""What the processes of a run compute on."""
+"""Device of a run's processes."""
 
 
 Purpose = Literal["train", "eval"]
@@ -72,14 +71,14 @@ class RolloutId:
 
 
 class PacelineError(Exception):
-    """Base of every error that Paceline raises on purpose, apart from ValueError for a user's wrong setting."""
+    """Base of Paceline's errors. Invalid settings raise ValueError."""
 
 
 class EngineLostError(PacelineError):
-    """An engine died, froze past its deadline, or may hold a half-written policy: nothing more may be asked of it."""
+    """An engine died, missed a deadline or may hold a half-written policy. It must not be used again."""
 
     def __init__(self, engine: str, why: str) -> None:
-        super().__init__(engine, why)  # the arguments, so that the error survives a process boundary
+        super().__init__(engine, why)  # arguments for pickle, between processes
         self.engine = engine
         self.why = why
 
@@ -88,7 +87,7 @@ class EngineLostError(PacelineError):
 
 
 class LearnerLostError(PacelineError):
-    """A process of the learner died or did not answer in time, and was not or could not be started again."""
+    """A learner process died or missed a deadline, and could not be restarted."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -99,7 +98,7 @@ class LearnerLostError(PacelineError):
 
 
 class PushRefusedError(PacelineError):
-    """A weight push was refused before it touched the model; the engine keeps the version it had."""
+    """An engine refused a weight push before it changed the model. It keeps its version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +109,11 @@ class Prompt:
     """
 
     id: str
-    """Stable across epochs: earlier lengths (and, later, earlier rollouts) are found by it."""
+    """Stable across epochs, as a key to earlier lengths."""
     text: str
     token_ids: Tokens
     row: Mapping[str, Any]
-    """The dataset row it came from, for the reward."""
+    """Dataset row, for the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +126,7 @@ class RolloutRequest:
     max_tokens: int
     temperature: float
     seed: int | None = None
-    """None leaves the draw to the engine's own stream, which is faster; a test that wants equal samples fixes it."""
+    """None uses the engine's random stream, which is faster. Tests set it for equal samples."""
 
     @property
     def id(self) -> RolloutId:
@@ -136,23 +135,23 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One sampled response with its behaviour log-probabilities and the policy versions that drew it."""
+    """One sampled response with its behaviour log-probabilities and policy versions."""
 
     group_id: GroupId
     index: int
     prompt_ids: Tokens
     token_ids: Tokens
     logp: Floats
-    """Log-probability of each token under the distribution that it was drawn from (after temperature)."""
+    """Log-probability of each token under its sampling distribution (after temperature)."""
     finish_reason: Literal["stop", "length"]
     version_spans: VersionSpans
-    """Covers all tokens; more than one stretch when a sync came in between (asynchronous training)."""
+    """Covers all tokens; several spans if a sync came in between (asynchronous training)."""
     engine: str
     started_s: float
-    """Seconds on the monotonic clock of the machine; a RemoteEngine gives them on the driver's."""
+    """Seconds on the machine's monotonic clock; a RemoteEngine converts them to the driver's clock."""
     finished_s: float
     num_verifications: int = 0
-    """Engine steps in which the policy had a draft of this rollout to verify."""
+    """Engine steps in which the policy verified a draft of this rollout."""
     num_drafted: int = 0
     num_accepted: int = 0
 
@@ -162,7 +161,7 @@ class Rollout:
 
     @property
     def policy_version(self) -> int:
-        """Version of the first token, and so the oldest."""
+        """Version of the first token, the oldest."""
         return self.version_spans[0][0]
 
     @property
@@ -173,7 +172,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """All rollouts of one prompt, in order of their index."""
+    """All rollouts of one prompt, by index."""
 
     group_id: GroupId
     prompt: Prompt
@@ -181,13 +180,13 @@ class Group:
 
     @property
     def policy_version(self) -> int:
-        """Version of its oldest token."""
+        """Version of the oldest token."""
         return min(rollout.policy_version for rollout in self.rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """What the learner trains on: one rollout with its advantage."""
+    """Training sample of the learner: a rollout with its advantage."""
 
     token_ids: Tokens
     """Prompt and response."""
@@ -196,12 +195,12 @@ class Sample:
     """Behaviour log-probabilities of the response tokens."""
     advantage: float
     version_spans: VersionSpans = ()
-    """Those of the rollout; without any, all tokens count as drawn by the present policy."""
+    """Spans of the rollout. If empty, all tokens count as drawn by the current policy."""
     engine: str = ""
-    """Engine that drew the rollout: a mismatch of one engine has another cause than one of all."""
+    """Engine that drew the rollout, to tell a mismatch of one engine from a mismatch of all."""
     rollout_id: RolloutId | None = None
     old_logp: Floats | None = None
-    """The learner's log-probabilities before the update. None: the loss uses `logp`, see correction.py."""
+    """The learner's log-probabilities before the update. If None, the loss uses `logp` (see correction.py)."""
     weight: Floats | None = None
     """Weight of each response token in the loss; None is 1."""
 
@@ -219,7 +218,7 @@ class Sample:
 
     @classmethod
     def of_prompt(cls, prompt: Prompt) -> Sample:
-        """A prompt that nobody has answered yet."""
+        """Return a prompt without a response."""
         tokens, nothing = prompt.token_ids, np.empty(0, np.float32)
         return cls(token_ids=tokens, num_prompt_tokens=len(tokens), logp=nothing, advantage=0.0)
 
@@ -248,7 +247,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What one engine answered to one push."""
+    """Answer of one engine to one push."""
 
     engine: str
     version: int
@@ -256,13 +255,13 @@ class Receipt:
     num_bytes: int
     seconds: float
     scales_version: int | None = None
-    """Version of the policy that the KV scales of this push were calibrated for; None without any."""
+    """Policy version of the push's KV scales; None without scales."""
     mismatched: tuple[str, ...] = ()
-    """Tensors whose fingerprint at the receiver differs from the sender's."""
+    """Tensors with different fingerprints at sender and receiver."""
     error: str | None = None
-    """Why the push was refused or the engine lost; None when it holds `version` now."""
+    """Why the push was refused or the engine lost; None if the engine now has `version`."""
     lost: bool = False
-    """True when the engine must not be used any more."""
+    """True if the engine must not be used again."""
 
     @property
     def ok(self) -> bool:
@@ -271,14 +270,14 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class DraftBin:
-    """What an engine drafted in a short span of time; counts, from which a reader makes means."""
+    """Draft counts of an engine in a short time interval. Readers compute means."""
 
     begin_s: float
-    """Seconds on the monotonic clock of the machine; a RemoteEngine gives them on the driver's."""
+    """Seconds on the machine's monotonic clock; a RemoteEngine converts them to the driver's clock."""
     width_s: float
     num_steps: float
     draft_length: float
-    """Draft lengths that were chosen, summed over steps."""
+    """Chosen draft lengths, summed over steps."""
     num_verifications: float
     """Drafts that the policy verified, summed over steps and requests."""
     num_accepted: float
@@ -287,45 +286,45 @@ class DraftBin:
 
 
 class Engine(Protocol):
-    """One vLLM instance. Every method has a deadline of its own and raises EngineLostError when the engine is gone."""
+    """One vLLM instance. Every method has a deadline and raises EngineLostError if the engine is lost."""
 
     @property
     def name(self) -> str: ...
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Queue requests; returns when the engine has accepted them, not when they are done."""
+        """Queue requests. Return when the engine has accepted them."""
         ...
 
     async def collect(self) -> Sequence[Rollout]:
-        """Wait until at least one rollout has finished, then return all that have, each exactly once."""
+        """Wait for finished rollouts and return all of them, each exactly once."""
         ...
 
     async def abort(self, ids: Sequence[RolloutId]) -> None:
-        """Stop sampling rollouts that were submitted. One that has finished may be collected all the same."""
+        """Stop sampling submitted rollouts. Finished ones may still be collected."""
         ...
 
     async def pause(self) -> None:
-        """Stop stepping; requests in flight keep their state."""
+        """Stop stepping. Requests in flight keep their state."""
         ...
 
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Give memory back while idle (level 1: weights to the host, KV cache dropped)."""
+        """Free memory while idle (level 1: move weights to the host, drop the KV cache)."""
         ...
 
     async def wake(self) -> None: ...
 
     async def metrics(self) -> Mapping[str, float]:
-        """Totals since the start, by metric key."""
+        """Return totals since the start, by metric key."""
         ...
 
     async def take_timeline(self) -> Sequence[DraftBin]:
-        """What was drafted over time since the last call; nothing without speculation."""
+        """Return draft counts over time since the last call; empty without speculation."""
         ...
 
     async def close(self) -> None:
-        """End the engine and every process that it started."""
+        """Stop the engine and all of its processes."""
         ...
 
 
@@ -358,7 +357,7 @@ class Learner(Protocol):
         ...
 
     async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
-        """Find KV scales for the current policy, `version`, from some samples; they are sent with its weights."""
+        """Calibrate KV scales for policy `version` on some samples. They are pushed with its weights."""
         ...
 
     async def save(self, path: str) -> None:
@@ -366,30 +365,30 @@ class Learner(Protocol):
         ...
 
     async def save_state(self, path: str) -> None:
-        """Write all that the next update depends on into a new directory."""
+        """Write parameters, optimizer state and counters into a new directory."""
         ...
 
     async def load_state(self, path: str) -> None:
-        """Go on from a directory that `save_state` wrote."""
+        """Restore a directory written by `save_state`."""
         ...
 
     async def counters(self) -> Mapping[str, float]:
-        """Failures that cost nothing but what they are about, summed since the start, by metric key."""
+        """Return counts of tolerated failures since the start, by metric key."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Sender(Protocol):
-    """The sender of the weight wire, which lives in the learner's process."""
+    """Sender of the weight wire."""
 
     async def send(self, version: int) -> Sequence[Receipt]:
-        """Push the learner's policy to every engine as `version`; one receipt per engine."""
+        """Push the learner's policy to every engine as `version`. Return a receipt per engine."""
         ...
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that Paceline uses."""
+    """Subset of a Hugging Face tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -105,7 +105,7 @@ async def stream_on(cluster, metrics) -> None:
     assert max(step["rollout/age_max"] for step in steps) == 1
     # Older tokens are an update away from the learner; those of the present version are not.
     assert all(step["mismatch/k3"] < 1e-2 for step in steps if "mismatch/k3" in step)
-    assert max(step["guard/rung"] for step in steps) <= 1
+    assert max(step["guard/level"] for step in steps) <= 1
 
 
 @pytest.mark.parametrize(("transport", "killed"), [("shared_memory", "actor"), ("distributed", "EngineCore")])
@@ -247,7 +247,7 @@ def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path):
     asyncio.run(work())
     recorder.close()
     records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [record["metrics"]["guard/rung"] for record in records["step"]] == [3, 4]
+    assert [record["metrics"]["guard/level"] for record in records["step"]] == [3, 4]
     assert [record["metrics"]["sync/failed"] for record in records["step"]] == [0, 0]
     assert [record["metrics"]["fleet/engines"] for record in records["step"]] == [2, 2]
     assert records["step"][1]["metrics"]["mismatch/k3"] < 1e-2, "they sample from the policy that was pushed"

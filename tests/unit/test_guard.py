@@ -10,7 +10,7 @@ import pytest
 from paceline.config import CorrectionConfig, GuardConfig, load_config
 from paceline.files import verify_checksums
 from paceline.learner.correction import EngineGap
-from paceline.learner.guard import GuardDecision, GuardState, Rung, decide, least_correction, save_batch
+from paceline.learner.guard import GuardDecision, GuardState, Level, decide, least_correction, save_batch
 from paceline.types import GroupId, RolloutId, Sample
 
 CONFIG = GuardConfig(calibration_steps=4, hold_steps=3, max_pushes=2)
@@ -27,7 +27,7 @@ def calm_state(k3: float = CLEAN, num_engines: int = 2, seed: int = 0) -> GuardS
     for _ in range(8):
         gaps = {f"engine-{i}": gap(k3 * math.exp(0.2 * random.normal())) for i in range(num_engines)}
         state, decision = decide(state, gaps, CONFIG)
-        assert decision.rung == Rung.OBSERVE
+        assert decision.level == Level.OBSERVE
     assert state.centre == pytest.approx(math.log(k3), abs=0.3)
     return state
 
@@ -45,14 +45,14 @@ def play(
     return state, decisions
 
 
-def rungs(decisions: Iterable[GuardDecision]) -> list[str]:
-    return [decision.rung.words for decision in decisions]
+def levels(decisions: Iterable[GuardDecision]) -> list[str]:
+    return [decision.level.words for decision in decisions]
 
 
 def test_noise_of_all_engines_climbs_by_its_size_and_comes_down_with_hysteresis() -> None:
     sizes = (1e-3, 3.5e-3, 2e-2, 4e-3, 1.5e-3, 1e-3, 5e-4)
     _, decisions = play(calm_state(1e-3), [(size, 1.1 * size) for size in sizes])
-    assert rungs(decisions) == ["observe", "correct", "mask", "mask", "correct", "correct", "observe"]
+    assert levels(decisions) == ["observe", "correct", "mask", "mask", "correct", "correct", "observe"]
     assert all(decision.update for decision in decisions)
     assert {decision.cause for decision in decisions[1:6]} == {"noise"}
 
@@ -60,30 +60,30 @@ def test_noise_of_all_engines_climbs_by_its_size_and_comes_down_with_hysteresis(
 def test_a_jump_of_all_engines_raises_precision_below_the_published_limit() -> None:
     """FP8 that was healthy at 2e-4 and is at 1.4e-2: wrong rounding, such as four bits."""
     _, decisions = play(calm_state(2e-4), [(1.4e-2, 1.3e-2)] * 2 + [(2e-4, 2e-4)], can_raise=True)
-    assert rungs(decisions) == ["mask", "raise precision", "observe"]
+    assert levels(decisions) == ["mask", "raise precision", "observe"]
 
 
 def test_one_engine_that_jumps_is_a_broken_sync_long_before_it_is_large() -> None:
     """2e-4 in both engines would be corrected; in one of them it means that its weights are not the policy's."""
     state, decisions = play(calm_state(), [(CLEAN, 2e-4), (CLEAN, CLEAN)])
-    assert rungs(decisions) == ["skip", "observe"]
+    assert levels(decisions) == ["skip", "observe"]
     assert decisions[0].engines == ("engine-1",) and decisions[0].cause == "sync" and not decisions[0].update
     assert state.num_pushes == 0, "a push that helped is forgotten"
 
 
 def test_a_broken_engine_is_found_in_a_run_that_was_never_calm() -> None:
     _, decisions = play(GuardState(), [(3e-3, 4e-2)])
-    assert decisions[0].rung == Rung.SKIP and decisions[0].engines == ("engine-1",)
+    assert decisions[0].level == Level.SKIP and decisions[0].engines == ("engine-1",)
 
 
 def test_pushes_that_do_not_help_end_the_run() -> None:
     _, decisions = play(calm_state(), [(CLEAN, 0.5)] * 3)
-    assert rungs(decisions) == ["skip", "skip", "stop"]
+    assert levels(decisions) == ["skip", "skip", "stop"]
 
 
 def test_before_it_stops_a_fleet_in_fp8_is_started_again_in_full_precision() -> None:
     _, decisions = play(calm_state(), [(CLEAN, 0.5)] * 4, can_raise=True)
-    assert rungs(decisions) == ["skip", "skip", "raise precision", "skip"]
+    assert levels(decisions) == ["skip", "skip", "raise precision", "skip"]
     assert decisions[2].precision == "raise" and not decisions[2].update
 
 
@@ -91,7 +91,7 @@ def test_precision_is_raised_after_two_hot_steps_and_lowered_after_calm_ones() -
     state, decisions = play(
         calm_state(1e-3), [(0.05, 0.06)] * 2 + [(CLEAN, CLEAN)] * 3 + [(1e-3, 1e-3)], can_raise=True
     )
-    assert rungs(decisions) == ["mask", "raise precision", "observe", "observe", "observe", "observe"]
+    assert levels(decisions) == ["mask", "raise precision", "observe", "observe", "observe", "observe"]
     assert [decision.precision for decision in decisions] == [None, "raise", None, None, "lower", None]
     assert not state.raised
 
@@ -105,30 +105,30 @@ def test_a_relapse_holds_full_precision_twice_as_long() -> None:
 
 def test_beyond_the_skip_limit_precision_is_raised_at_once_and_the_batch_is_left_out() -> None:
     _, (decision,) = play(calm_state(1e-3), [(0.5, 0.6)], can_raise=True)
-    assert (decision.rung, decision.update) == (Rung.RAISE_PRECISION, False)
+    assert (decision.level, decision.update) == (Level.RAISE_PRECISION, False)
 
 
-def test_without_a_higher_precision_it_says_so_and_takes_the_next_rung() -> None:
+def test_without_a_higher_precision_it_says_so_and_takes_the_next_level() -> None:
     _, decisions = play(calm_state(1e-3), [(0.05, 0.06)] * 2 + [(0.5, 0.6)])
-    assert rungs(decisions) == ["mask", "mask", "skip"]
+    assert levels(decisions) == ["mask", "mask", "skip"]
     assert "no higher precision" in decisions[1].why and "no higher precision" in decisions[2].why
 
 
 def test_not_a_number_from_an_engine_is_pushed_away_and_from_the_learner_stops_the_run() -> None:
     gaps = {"engine-0": gap(CLEAN), "engine-1": gap(CLEAN, num_not_finite=1)}
     _, decision = decide(calm_state(), gaps, CONFIG)
-    assert (decision.rung, decision.engines) == (Rung.SKIP, ("engine-1",))
+    assert (decision.level, decision.engines) == (Level.SKIP, ("engine-1",))
     _, decision = decide(calm_state(), gaps, CONFIG, learner_is_finite=False)
-    assert (decision.rung, decision.cause) == (Rung.STOP, "policy")
+    assert (decision.level, decision.cause) == (Level.STOP, "policy")
 
 
 def test_a_lone_engine_is_judged_by_its_past() -> None:
     """Smooth growth is noise, a jump is a sync."""
     state = calm_state(num_engines=1)
     _, grown = play(state, [(1.5e-4,), (2e-4,), (2.4e-4,)])
-    assert rungs(grown) == ["correct", "mask", "mask"]
+    assert levels(grown) == ["correct", "mask", "mask"]
     _, jumped = play(state, [(2e-2,), (CLEAN,)])
-    assert rungs(jumped) == ["skip", "observe"]
+    assert levels(jumped) == ["skip", "observe"]
 
 
 def test_slow_drift_of_a_sharpening_policy_is_no_alarm() -> None:
@@ -136,28 +136,28 @@ def test_slow_drift_of_a_sharpening_policy_is_no_alarm() -> None:
     steps = [(CLEAN * 10 ** (i / 200), CLEAN * 10 ** (i / 200)) for i in range(200)]
     assert calm_state().own_limit(CONFIG) < 10 * CLEAN
     _, decisions = play(calm_state(), steps)
-    assert set(rungs(decisions)) == {"observe"}
+    assert set(levels(decisions)) == {"observe"}
 
 
 def test_an_engine_with_a_handful_of_tokens_is_not_judged() -> None:
     gaps = {"engine-0": gap(CLEAN), "engine-1": gap(0.05, num_tokens=20)}
-    assert decide(calm_state(), gaps, CONFIG)[1].rung == Rung.OBSERVE
-    assert decide(calm_state(), {}, CONFIG)[1].rung == Rung.OBSERVE
+    assert decide(calm_state(), gaps, CONFIG)[1].level == Level.OBSERVE
+    assert decide(calm_state(), {}, CONFIG)[1].level == Level.OBSERVE
 
 
 @pytest.mark.parametrize(
-    ("configured", "rung", "kind"),
+    ("configured", "level", "kind"),
     [
-        ("none", Rung.OBSERVE, "none"),
-        ("none", Rung.CORRECT, "token-tis"),
-        ("sequence-tis", Rung.CORRECT, "sequence-tis"),
-        ("token-tis", Rung.MASK, "token-mis"),
-        ("geometric-mis", Rung.MASK, "geometric-mis"),
-        ("none", Rung.RAISE_PRECISION, "token-mis"),
+        ("none", Level.OBSERVE, "none"),
+        ("none", Level.CORRECT, "token-tis"),
+        ("sequence-tis", Level.CORRECT, "sequence-tis"),
+        ("token-tis", Level.MASK, "token-mis"),
+        ("geometric-mis", Level.MASK, "geometric-mis"),
+        ("none", Level.RAISE_PRECISION, "token-mis"),
     ],
 )
-def test_a_rung_strengthens_the_correction_and_never_weakens_it(configured: str, rung: Rung, kind: str) -> None:
-    assert least_correction(CorrectionConfig.model_validate({"kind": configured}), rung).kind == kind
+def test_a_level_strengthens_the_correction_and_never_weakens_it(configured: str, level: Level, kind: str) -> None:
+    assert least_correction(CorrectionConfig.model_validate({"kind": configured}), level).kind == kind
 
 
 def test_limits_that_do_not_rise_are_refused() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.config import Config, CorrectionConfig, load_config
-from paceline.learner.guard import Rung
+from paceline.learner.guard import Level
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.groups import Sampling
@@ -408,9 +408,9 @@ def test_a_broken_sync_costs_one_batch_and_is_pushed_again(tmp_path):
     records, _ = simulate(tmp_path, load_config(None, GUARDED), learner=learner)
     assert len(learner.batches) == 8 and learner.num_discarded == 1
     assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
-    assert [record["metrics"]["guard/rung"] for record in records["step"]] == [0, 0, 0, 0, 0, 4, 0, 0, 0]
+    assert [record["metrics"]["guard/level"] for record in records["step"]] == [0, 0, 0, 0, 0, 4, 0, 0, 0]
     told = [event for event in records["event"] if event["what"] == "guard"]
-    assert [(event["rung"], event["cause"], event["engines"]) for event in told] == [
+    assert [(event["level"], event["cause"], event["engines"]) for event in told] == [
         ("skip", "sync", ["engine-0"]),
         ("observe", "none", []),
     ]
@@ -445,9 +445,9 @@ class ToldLearner(DoubtingLearner):
 def test_gradients_are_computed_for_the_guards_last_correction_and_reused_if_it_stays(tmp_path, mode):
     learner = ToldLearner(0.1, engines=["engine-0", "engine-1"], steps=range(4, 8))
     records, _ = simulate(tmp_path, load_config(None, [*GUARDED, f"guard.mode={mode}"]), learner=learner)
-    rungs = [0, *(step["metrics"]["guard/rung"] for step in records["step"])]
-    assert 2 in rungs
-    kinds = ["token-mis" if mode == "act" and rung == 2 else "none" for rung in rungs]
+    levels = [0, *(step["metrics"]["guard/level"] for step in records["step"])]
+    assert 2 in levels
+    kinds = ["token-mis" if mode == "act" and level == 2 else "none" for level in levels]
     assert learner.expected == kinds[:-1]
     assert learner.reused == [expected == decided for expected, decided in pairwise(kinds)]
     assert learner.reused.count(False) == (2 if mode == "act" else 0)
@@ -484,7 +484,7 @@ def test_engines_are_not_blamed_for_tokens_that_an_older_policy_has_drawn(tmp_pa
     config = load_config(None, [*GUARDED, "run.max_age=2"])
     records, learner = simulate(tmp_path, config, learner=MovedLearner())
     steps = [record["metrics"] for record in records["step"]]
-    assert len(learner.batches) == 9 and {step["guard/rung"] for step in steps} == {0}
+    assert len(learner.batches) == 9 and {step["guard/level"] for step in steps} == {0}
     assert max(step["mismatch/k3"] for step in steps) < 1e-3
     assert min(step["mismatch/judged_share"] for step in steps) < 0.5
     assert min(step["mismatch/older_k3"] for step in steps if "mismatch/older_k3" in step) > 0.1
@@ -494,7 +494,7 @@ def test_a_broken_sync_is_found_among_older_tokens(tmp_path):
     config = load_config(None, [*GUARDED, "run.max_age=1", "run.steps=7"])
     records, _ = simulate(tmp_path, config, learner=MovedLearner(broken_from=5))
     (first, *_) = [event for event in records["event"] if event["what"] == "guard"]
-    assert (first["step"], first["rung"], first["cause"], first["engines"]) == (6, "skip", "sync", ["engine-0"])
+    assert (first["step"], first["level"], first["cause"], first["engines"]) == (6, "skip", "sync", ["engine-0"])
 
 
 def test_a_number_that_is_not_finite_counts_at_any_age(tmp_path):
@@ -514,14 +514,14 @@ def test_a_number_that_is_not_finite_counts_at_any_age(tmp_path):
         return await monitor.judge([old], Scores(logp=[np.zeros(10, np.float32)]), version=4)
 
     decision = run_virtual(work)[0].decision
-    assert (decision.rung, decision.engines) == (Rung.SKIP, ("engine-0",))
+    assert (decision.level, decision.engines) == (Level.SKIP, ("engine-0",))
 
 
 def test_a_guard_that_only_observes_changes_nothing(tmp_path):
     learner = DoubtingLearner(0.3, engines=["engine-0"], steps=range(6, 7))
     records, _ = simulate(tmp_path, load_config(None, [*GUARDED, "guard.mode=observe"]), learner=learner)
     assert len(learner.batches) == 9
-    assert records["step"][5]["metrics"]["guard/rung"] == 4
+    assert records["step"][5]["metrics"]["guard/level"] == 4
     assert all(sample.weight is None and sample.old_logp is None for batch in learner.batches for sample in batch)
 
 

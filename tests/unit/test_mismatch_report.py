@@ -1,4 +1,4 @@
-"""Pictures of the mismatch from a run that went through every rung, and from runs that recorded less."""
+"""Pictures of the mismatch from a run that went through every level, and from runs that recorded less."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def recorded(
     for step in range(1, steps + 1):
         metrics: dict[str, float] = {"mismatch/k3": 1e-3, "mismatch/floor_k3": 1e-9}
         if guard:
-            metrics["guard/rung"] = (step - 1) % 6
+            metrics["guard/level"] = (step - 1) % 6
         if scales:
             metrics |= {f"kv/scale_k/{layer}": 0.01 * (layer + 1) for layer in range(12)}
             metrics |= {f"kv/saturation/{layer}": 0.02 * (layer == 10) for layer in range(12)}
@@ -35,7 +35,7 @@ def recorded(
     return read_run(directory)
 
 
-def test_every_rung_and_the_floor_are_in_the_picture(tmp_path: Path) -> None:
+def test_every_level_and_the_floor_are_in_the_picture(tmp_path: Path) -> None:
     with drawing():
         steps, ratios = mismatch_panels(recorded(tmp_path / "run"))
     assert steps.title == "Mismatch k3 is 1.0e-03 (median), 1,000,000 times the learner's own noise"

@@ -12,7 +12,7 @@ import torch
 
 from paceline.config import LearnerConfig, ObjectiveConfig, load_config
 from paceline.learner.fsdp import FsdpLearner
-from paceline.learner.guard import GuardState, Rung
+from paceline.learner.guard import GuardState, Level
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
@@ -302,10 +302,10 @@ def test_the_guard_remembers_what_it_has_seen(tmp_path):
         MismatchMonitor(load_config(None, SETTINGS), ReplayedLearner(), cast("Any", None), can_raise=True, save_to=None)
         for _ in range(2)
     )
-    known = GuardState(past=(0.1, -7.25), num_steps=3, rung=Rung.MASK, num_pushes=1, raised=True, hold_steps=8)
-    monitor._state, monitor._rung = known, Rung.SKIP
+    known = GuardState(past=(0.1, -7.25), num_steps=3, level=Level.MASK, num_pushes=1, raised=True, hold_steps=8)
+    monitor._state, monitor._level = known, Level.SKIP
     again.restore(json.loads(json.dumps(monitor.state())))
-    assert again._state == known and again._state.rung.words == "mask" and again._rung is Rung.SKIP and again.raised
+    assert again._state == known and again._state.level.words == "mask" and again._level is Level.SKIP and again.raised
 
 
 def numbered(first: int):

@@ -63,7 +63,7 @@ _FOLLOW = 0.05
 """Weight of a new step in the moving median of log k3."""
 
 
-class Rung(IntEnum):
+class Level(IntEnum):
     """Responses to a mismatch, from weakest to strongest; the metric `guard/level`."""
 
     OBSERVE = 0
@@ -83,7 +83,7 @@ Cause = Literal["none", "noise", "sync", "policy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardDecision:
-    rung: Rung
+    level: Level
     cause: Cause = "none"
     why: str = ""
     engines: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class GuardState:
     centre: float | None = None
     """Median of log k3; None until calibrated."""
     deviation: float = 0.0
-    rung: Rung = Rung.OBSERVE
+    level: Level = Level.OBSERVE
     num_hot: int = 0
     """Consecutive steps above the limit for raising precision."""
     num_pushes: int = 0
@@ -122,13 +122,13 @@ class GuardState:
             return config.correct
         return math.exp(self.centre + max(_DEVIATIONS * self.deviation, math.log(_FACTOR)))
 
-    def limits(self, config: GuardConfig) -> dict[Rung, float]:
+    def limits(self, config: GuardConfig) -> dict[Level, float]:
         """Return the limits for a mismatch of all engines."""
         published = {"correct": config.correct, "mask": config.mask, "raise_precision": config.raise_precision}
         if self.centre is not None:
             own = self.own_limit(config)
             published = {name: min(limit, _STEEPNESS[name] * own) for name, limit in published.items()}
-        return {Rung[name.upper()]: limit for name, limit in published.items()} | {Rung.SKIP: config.skip}
+        return {Level[name.upper()]: limit for name, limit in published.items()} | {Level.SKIP: config.skip}
 
 
 def decide(
@@ -143,7 +143,7 @@ def decide(
     can_raise = can_raise and not state.raised
     if not learner_is_finite:
         why = "the learner's log-probabilities are not finite: the policy is broken, and no push repairs it"
-        return state, GuardDecision(rung=Rung.STOP, cause="policy", why=why, update=False)
+        return state, GuardDecision(level=Level.STOP, cause="policy", why=why, update=False)
     if broken := tuple(name for name, gap in gaps.items() if gap.num_not_finite):
         return _push_again(
             state, config, "sync", broken, f"log-probabilities of {_named(broken)} are not finite", can_raise
@@ -152,7 +152,7 @@ def decide(
         name: gap for name, gap in gaps.items() if gap.num_tokens
     }
     if not judged:
-        return state, GuardDecision(rung=Rung.OBSERVE, why="no tokens to judge")
+        return state, GuardDecision(level=Level.OBSERVE, why="no tokens to judge")
     if odd := _odd_ones(state, judged, config):
         worst = max(judged[name].k3 for name in odd)
         why = f"k3 of {_named(odd)} jumped to {worst:.1e}"
@@ -160,7 +160,7 @@ def decide(
         return _push_again(state, config, "sync", odd, why, can_raise)
     k3 = sum(gap.k3 * gap.num_tokens for gap in judged.values()) / sum(gap.num_tokens for gap in judged.values())
     state, decision = _answer_noise(state, k3, config, can_raise)
-    if decision.rung <= Rung.CORRECT and not state.raised:
+    if decision.level <= Level.CORRECT and not state.raised:
         state = _remember(state, [math.log(max(gap.k3, 1e-12)) for gap in judged.values()], config)
     return state, decision
 
@@ -184,26 +184,28 @@ def _answer_noise(
 ) -> tuple[GuardState, GuardDecision]:
     """Choose the level for a mismatch of all engines."""
     limits = state.limits(config)
-    reached = max((rung for rung, limit in limits.items() if k3 > limit), default=Rung.OBSERVE)
-    if state.rung < Rung.SKIP:  # no hysteresis after a push that helped
-        held = (rung for rung in (Rung.CORRECT, Rung.MASK) if rung <= state.rung and k3 > _RELEASE * limits[rung])
-        reached = max(reached, max(held, default=Rung.OBSERVE))
+    reached = max((level for level, limit in limits.items() if k3 > limit), default=Level.OBSERVE)
+    if state.level < Level.SKIP:  # no hysteresis after a push that helped
+        held = (
+            level for level in (Level.CORRECT, Level.MASK) if level <= state.level and k3 > _RELEASE * limits[level]
+        )
+        reached = max(reached, max(held, default=Level.OBSERVE))
     why = ""
     if reached:
         relation = "above" if k3 > limits[reached] else "not yet below half of"
         why = f"k3 {k3:.1e} of all engines is {relation} {limits[reached]:.1e}"
-    num_hot = state.num_hot + 1 if reached >= Rung.RAISE_PRECISION else 0
+    num_hot = state.num_hot + 1 if reached >= Level.RAISE_PRECISION else 0
     state = replace(state, num_hot=num_hot)
-    if reached == Rung.SKIP or num_hot >= _PATIENCE:
+    if reached == Level.SKIP or num_hot >= _PATIENCE:
         if can_raise:
-            return _raise(state, config, update=reached < Rung.SKIP, cause="noise", engines=(), why=why)
+            return _raise(state, config, update=reached < Level.SKIP, cause="noise", engines=(), why=why)
         why += "; precision is already raised" if state.raised else "; there is no higher precision"
-        if reached == Rung.SKIP:
+        if reached == Level.SKIP:
             return _push_again(state, config, "noise", (), why, can_raise)
-    rung = min(reached, Rung.MASK)
-    state = replace(state, rung=rung, num_pushes=0)
-    decision = GuardDecision(rung=rung, cause="noise" if rung else "none", why=why)
-    if state.raised and not rung:
+    level = min(reached, Level.MASK)
+    state = replace(state, level=level, num_pushes=0)
+    decision = GuardDecision(level=level, cause="noise" if level else "none", why=why)
+    if state.raised and not level:
         state = replace(state, num_calm=state.num_calm + 1)
         if state.num_calm >= state.hold_steps:
             state = replace(state, raised=False, num_calm=0)
@@ -216,10 +218,10 @@ def _raise(
 ) -> tuple[GuardState, GuardDecision]:
     hold_steps = 2 * state.hold_steps or config.hold_steps
     state = replace(
-        state, rung=Rung.RAISE_PRECISION, raised=True, num_calm=0, num_hot=0, num_pushes=0, hold_steps=hold_steps
+        state, level=Level.RAISE_PRECISION, raised=True, num_calm=0, num_hot=0, num_pushes=0, hold_steps=hold_steps
     )
-    rung = Rung.RAISE_PRECISION
-    return state, GuardDecision(rung=rung, cause=cause, why=why, engines=engines, update=update, precision="raise")
+    level = Level.RAISE_PRECISION
+    return state, GuardDecision(level=level, cause=cause, why=why, engines=engines, update=update, precision="raise")
 
 
 def _push_again(
@@ -228,13 +230,13 @@ def _push_again(
     """Skip the batch and push again; after too many pushes restart engines in full precision, and then stop."""
     num_pushes = state.num_pushes + 1
     if num_pushes <= config.max_pushes:
-        state = replace(state, rung=Rung.SKIP, num_pushes=num_pushes)
-        return state, GuardDecision(rung=Rung.SKIP, cause=cause, why=why, engines=engines, update=False)
+        state = replace(state, level=Level.SKIP, num_pushes=num_pushes)
+        return state, GuardDecision(level=Level.SKIP, cause=cause, why=why, engines=engines, update=False)
     why += f"; {config.max_pushes} pushes did not help"
     if can_raise:
         return _raise(state, config, update=False, cause=cause, engines=engines, why=why)
-    return replace(state, rung=Rung.STOP), GuardDecision(
-        rung=Rung.STOP, cause=cause, why=why, engines=engines, update=False
+    return replace(state, level=Level.STOP), GuardDecision(
+        level=Level.STOP, cause=cause, why=why, engines=engines, update=False
     )
 
 
@@ -250,11 +252,11 @@ def _remember(state: GuardState, logs: Sequence[float], config: GuardConfig) -> 
     return replace(state, past=(), num_steps=num_steps, centre=centre, deviation=deviation)
 
 
-def least_correction(configured: CorrectionConfig, rung: Rung) -> CorrectionConfig:
+def least_correction(configured: CorrectionConfig, level: Level) -> CorrectionConfig:
     """Return the configured correction, or the level's correction if that is stronger."""
-    if rung == Rung.CORRECT and configured.kind == "none":
+    if level == Level.CORRECT and configured.kind == "none":
         return configured.model_copy(update={"kind": "token-tis"})
-    if rung >= Rung.MASK and not configured.kind.endswith("-mis"):
+    if level >= Level.MASK and not configured.kind.endswith("-mis"):
         return configured.model_copy(update={"kind": "token-mis"})
     return configured
 

@@ -26,7 +26,7 @@ import numpy as np
 from paceline.config import Config, CorrectionConfig
 from paceline.learner.batch import draw
 from paceline.learner.correction import Ratios, correct, diagnose, drawn_by, gaps_by_engine, histogram, worst_tokens
-from paceline.learner.guard import GuardDecision, GuardState, Rung, decide, least_correction, save_batch
+from paceline.learner.guard import GuardDecision, GuardState, Level, decide, least_correction, save_batch
 from paceline.learner.objective import k3_of
 from paceline.metrics import Max, Mean, Sum
 from paceline.orchestrator.journal import Journal
@@ -58,7 +58,7 @@ class MismatchMonitor:
         self._can_raise = can_raise and config.run.max_age == 0
         self._save_to = save_to
         self._state = GuardState()
-        self._rung = Rung.OBSERVE
+        self._level = Level.OBSERVE
 
     @property
     def raised(self) -> bool:
@@ -69,15 +69,15 @@ class MismatchMonitor:
     def correction(self) -> CorrectionConfig:
         """Correction of the next samples, unless they change the guard's level."""
         acting = self._config.guard.mode == "act"
-        return least_correction(self._config.correction, self._rung if acting else Rung.OBSERVE)
+        return least_correction(self._config.correction, self._level if acting else Level.OBSERVE)
 
     def state(self) -> dict[str, Any]:
-        return {"guard": asdict(self._state), "rung": self._rung}
+        return {"guard": asdict(self._state), "level": self._level}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         guard = state["guard"]
-        self._state = GuardState(**{**guard, "past": tuple(guard["past"]), "rung": Rung(guard["rung"])})
-        self._rung = Rung(state["rung"])
+        self._state = GuardState(**{**guard, "past": tuple(guard["past"]), "level": Level(guard["level"])})
+        self._level = Level(state["level"])
 
     async def judge(self, samples: Sequence[Sample], scores: Scores, *, version: int) -> Verdict:
         """Judge samples that the learner scored with policy `version`, and correct them."""
@@ -101,11 +101,11 @@ class MismatchMonitor:
                 worst=worst_tokens(samples, learner_logp, ratios),
             )
         await self._floor(samples, learner_logp)
-        if decision.rung == Rung.STOP and acting:
+        if decision.level == Level.STOP and acting:
             self._stop(decision, samples, learner_logp)
         if not acting:
-            decision = GuardDecision(rung=Rung.OBSERVE)
-        correction = least_correction(self._config.correction, decision.rung)
+            decision = GuardDecision(level=Level.OBSERVE)
+        correction = least_correction(self._config.correction, decision.level)
         corrected = correct(samples, learner_logp, correction)
         for weight in (sample.weight for sample in corrected if sample.weight is not None):
             self._journal.metrics.add("correction/weight_mean", Mean(float(weight.sum()), len(weight)))
@@ -147,20 +147,20 @@ class MismatchMonitor:
 
     def _record_decision(self, decision: GuardDecision) -> None:
         add, guard = self._journal.metrics.add, self._config.guard
-        add("guard/rung", Max(decision.rung))
+        add("guard/level", Max(decision.level))
         add("guard/raised", Max(float(self._state.raised)))
         add("guard/own_limit", Max(self._state.own_limit(guard)))
-        if decision.rung != self._rung or decision.rung > Rung.MASK or decision.precision is not None:
+        if decision.level != self._level or decision.level > Level.MASK or decision.precision is not None:
             self._journal.event(
                 "guard",
-                rung=decision.rung.words,
+                level=decision.level.words,
                 cause=decision.cause,
                 why=decision.why,
                 engines=list(decision.engines),
                 precision=decision.precision,
                 acted=guard.mode == "act",
             )
-        self._rung = decision.rung
+        self._level = decision.level
 
     def _stop(self, decision: GuardDecision, samples: Sequence[Sample], learner_logp: Sequence[Floats]) -> None:
         where = "the batch was not saved"

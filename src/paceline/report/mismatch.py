@@ -1,6 +1,6 @@
-"""Plot the mismatch between engines and learner, FP8 KV scales and the guard's rungs.
+"""Plot the mismatch between engines and learner, FP8 KV scales and the guard's levels.
 
-k3, its floor and the guard's rung are step metrics. The histogram of log-ratios and the k3 of each engine come from
+k3, its floor and the guard's level are step metrics. The histogram of log-ratios and the k3 of each engine come from
 the `mismatch` records, scales and saturation from metrics such as `kv/scale_k/<layer>`.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.learner.correction import HISTOGRAM_EDGES
-from paceline.learner.guard import Rung
+from paceline.learner.guard import Level
 from paceline.report.plots import (
     BLUE,
     GREEN,
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-_RUNGS = {
-    Rung.OBSERVE: GREY,
-    Rung.CORRECT: SKY,
-    Rung.MASK: BLUE,
-    Rung.RAISE_PRECISION: ORANGE,
-    Rung.SKIP: PINK,
-    Rung.STOP: RED,
+_LEVELS = {
+    Level.OBSERVE: GREY,
+    Level.CORRECT: SKY,
+    Level.MASK: BLUE,
+    Level.RAISE_PRECISION: ORANGE,
+    Level.SKIP: PINK,
+    Level.STOP: RED,
 }
 _LIMITS = {"correct": SKY, "mask": BLUE, "raise_precision": ORANGE, "skip": PINK}
 _LEAST_SHOWN = 1e-5
@@ -71,17 +71,17 @@ def scale_panels(run: RecordedRun) -> list[Panel]:
 
 
 def _steps_panel(run: RecordedRun) -> Panel:
-    k3, floor, rung = (run.series(key) for key in ("mismatch/k3", "mismatch/floor_k3", "guard/rung"))
+    k3, floor, level = (run.series(key) for key in ("mismatch/k3", "mismatch/floor_k3", "guard/level"))
     note = "KL estimate from the log-probabilities of the same tokens in engine and learner, nats per token."
-    if np.isfinite(rung).any():
-        rows = [row for row in Rung if row <= np.nanmax(rung)]
+    if np.isfinite(level).any():
+        rows = [row for row in Level if row <= np.nanmax(level)]
         figure = new_figure(3.2 + 0.17 * len(rows))
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 0.35 + 0.19 * len(rows)])
-        _draw_rungs(bottom, run.steps, rung, rows)
+        _draw_levels(bottom, run.steps, level, rows)
         top.tick_params(axis="x", length=0)
         acts = run.config.get("guard", {}).get("mode", "observe") == "act"
-        note += f" Below: the guard's rung at each step{'' if acts else ', not enforced (guard.mode is observe)'}."
-        note += " Dotted lines are the rungs' limits, in their colors."
+        note += f" Below: the guard's level at each step{'' if acts else ', not enforced (guard.mode is observe)'}."
+        note += " Dotted lines are the levels' limits, in their colors."
     else:
         figure, top = new_plot(2.6)
         bottom = top
@@ -123,11 +123,11 @@ def _draw_k3(axes: Axes, run: RecordedRun, k3: Floats, floor: Floats) -> None:
     axes.set(yscale="log", ylabel="k3", ylim=limits)
 
 
-def _draw_rungs(axes: Axes, steps: Sequence[int], rung: Floats, rows: Sequence[Rung]) -> None:
+def _draw_levels(axes: Axes, steps: Sequence[int], level: Floats, rows: Sequence[Level]) -> None:
     for row in rows:
-        at = [(step - 0.5, 1.0) for step, value in zip(steps, rung, strict=True) if value == row]
-        alpha = 0.45 if row == Rung.OBSERVE else 0.95
-        axes.broken_barh(at, (row, 0.88), facecolor=_RUNGS[row], alpha=alpha, linewidth=0)
+        at = [(step - 0.5, 1.0) for step, value in zip(steps, level, strict=True) if value == row]
+        alpha = 0.45 if row == Level.OBSERVE else 0.95
+        axes.broken_barh(at, (row, 0.88), facecolor=_LEVELS[row], alpha=alpha, linewidth=0)
     name_rows(axes, [row.words for row in rows])
 
 
