@@ -1,11 +1,11 @@
 """One RL run on one page, over protocols: no ray, no vllm.
 
     step s:  data ──▶ generation ──▶ prepare ──▶ logprob ──▶ train ──▶ sync ──▶ (eval)
-             open      wait for      last         learner's    one       new policy version
-             groups    groups        rewards,     own logp,    update    to every engine
-               │          ▲          advantages   correction,  unless the guard says to push again
-               └─ intake ─┘                       guard;
-                  fleet ──on_group──▶ rewards     gradients, if the update is one optimizer step
+             open      wait for      last         score,       apply     new policy version
+             groups    groups        rewards,     guard,       or        to every engine
+               │          ▲          advantages   correct      discard
+               └─ intake ─┘
+                  fleet ──on_group──▶ rewards
 
 Synchronous (`run.max_age` 0) and asynchronous training are this same code (intake.py says which groups are open and
 which the learner takes); a sync pauses engines, so in the latter it comes in the middle of rollouts, which then carry
