@@ -355,7 +355,7 @@ def test_other_code_keeps_rule(rule: Rule) -> None:
 LONG = "def f():\n" + "    x = 1\n" * LONGEST_FUNCTION
 
 BAD = (
-    (imports_point_down, "types.py", "from paceline.config import Config"),
+    (imports_point_down, "types.py", "from paceline.files import atomic_file"),
     (imports_point_down, "metrics.py", "import paceline.orchestrator.loop"),
     (imports_point_down, "rollout/engine.py", "from ..learner import fsdp"),
     (imports_point_down, "rollout/engine.py", "from paceline.learner.fsdp import FsdpLearner"),

@@ -100,6 +100,10 @@ class Metrics:
         )
         self._values[key] = metric if known is None else known.merge(metric)
 
+    def add_means(self, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self.add(key, Mean(value))
+
     def reduce(self) -> dict[str, float]:
         return {key: metric.value() for key, metric in sorted(self._values.items())}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.metrics import Mean
 from paceline.orchestrator.journal import Journal
 from paceline.types import Learner, Prompt, Sample
 
@@ -15,8 +14,7 @@ async def calibrate(learner: Learner, samples: Sequence[Sample], version: int, j
     """Find the KV scales of this version; they go out with the weights, which are refused without."""
     with journal.stage("calibrate"):
         found = await learner.calibrate(samples, version)
-    for key, value in found.items():
-        journal.metrics.add(key, Mean(value))
+    journal.metrics.add_means(found)
     return found
 
 

@@ -7,10 +7,9 @@
                └─ intake ─┘
                   fleet ──on_group──▶ rewards
 
-Synchronous (`run.max_age` 0) and asynchronous training are this same code (intake.py says which groups are open and
-which the learner takes); a sync pauses engines, so in the latter it comes in the middle of rollouts, which then carry
-the version of every token. The simulator runs this file with simulated engines and a simulated learner on a virtual
-clock: time is the event loop's, never the machine's.
+Synchronous (`run.max_age` 0) and asynchronous training share this code; intake.py decides which groups are open and
+which the learner takes. An asynchronous sync pauses engines amid rollouts, which record the version of every token. The
+simulator runs this file on a virtual clock, so all times are the event loop's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Config
-from paceline.metrics import Mean, Recorder
+from paceline.metrics import Recorder
 from paceline.orchestrator.batch_log import Taken
 from paceline.orchestrator.calibration import calibrate, calibrate_on_prompts
 from paceline.orchestrator.evaluation import evaluate
@@ -42,37 +41,34 @@ from paceline.types import Group, Learner, Prompt, Sender, Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a run is made of; real, remote or simulated."""
+    """Real, remote or simulated parts of a run."""
 
     members: Members
-    """The engines, and which of them are alive."""
     learner: Learner
     sender: Sender
     prompts: Iterator[Prompt]
-    """Endless."""
+    """Infinite iterator of training prompts."""
     heldout: Sequence[Prompt]
     score: Score
     decode: Callable[[Tokens], str] | None = None
-    """Returns the text of a response, for the few that are recorded at an evaluation. None: none are."""
+    """Decodes the responses recorded at evaluations. If None, no text is recorded."""
     drafter: OnlineDrafter = field(default_factory=Off)
-    """Trains the drafter beside the run."""
     healer: Healer = field(default_factory=NoHealing)
     raise_precision: Callable[[bool], Awaitable[None]] | None = None
-    """Restarts idle engines in full precision (True) or as configured (False); a push follows. None: impossible."""
+    """Restarts idle engines in full precision (True) or as configured (False), before a push; None if impossible."""
 
 
 async def train(
     parts: Parts, config: Config, recorder: Recorder, *, save_to: str | None = None, recovery: Recovery | None = None
 ) -> None:
-    """Run all steps, or those after the checkpoint that `recovery` found; the policy is saved under `save_to`."""
+    """Run all steps after the checkpoint of `recovery`, if any, and save policies under `save_to`."""
     recovery = recovery or Recovery(None, config)
     journal = Journal(recorder, step=recovery.step, elapsed_s=recovery.elapsed_s, decode=parts.decode)
-    # A few requests wait inside the engine, so that a slot that falls free is filled without a round trip.
-    in_flight = config.rollout.engine.max_num_seqs * 9 // 8 + 1
     fleet = Fleet(
         parts.members,
         parts.drafter,
-        max_in_flight=in_flight,
+        # A few requests wait in the engine, so that a free slot is filled without a round trip.
+        max_in_flight=config.rollout.engine.max_num_seqs * 9 // 8 + 1,
         on_lost=journal.engine_lost,
         on_progress=journal.progress,
         on_quarantine=journal.quarantined,
@@ -87,12 +83,10 @@ async def train(
             await run.one_step()
             if config.eval.every and (step % config.eval.every == 0 or last):
                 await run.evaluate()
-            # A run that goes on comes by steps again; their batches are logged, so it would save the same policy.
             wanted = last or (config.run.save_every and step % config.run.save_every == 0)
-            if save_to and wanted and not Path(f"{save_to}/step-{step}").exists():
+            if save_to and wanted and not Path(f"{save_to}/step-{step}").exists():  # a resumed run repeats steps
                 await parts.learner.save(f"{save_to}/step-{step}")
-            for key, value in parts.drafter.metrics().items():
-                journal.metrics.add(key, Mean(value))
+            journal.metrics.add_means(parts.drafter.metrics())
             journal.learner_counters(await parts.learner.counters())
             await recovery.write(run.state, parts.learner, parts.drafter, last=last)
             journal.end_step(fleet)
@@ -101,7 +95,7 @@ async def train(
 
 
 class _Run:
-    """What a run remembers from step to step: open groups and the policy version."""
+    """State of a run between steps."""
 
     def __init__(
         self, parts: Parts, config: Config, journal: Journal, fleet: Fleet, recovery: Recovery, save_to: Path | None
@@ -114,7 +108,7 @@ class _Run:
         self.intake = Intake(parts.prompts, config, fleet, recovery, journal, self.scoring)
 
     def state(self) -> dict[str, Any]:
-        """What the loop itself needs to go on after this step."""
+        """Return the loop's own state after this step, for a checkpoint."""
         return {
             "step": self.journal.step,
             "elapsed_s": self.journal.elapsed_s(),
@@ -124,7 +118,7 @@ class _Run:
         }
 
     async def begin(self) -> None:
-        """Bring learner and engines to the policy that the first step samples from."""
+        """Restore the checkpoint, if any, and push the policy to the engines."""
         tree, raise_precision = self.recovery.tree, self.parts.raise_precision
         if tree is not None:
             self.version = tree["version"]
@@ -163,12 +157,11 @@ class _Run:
             return
         with stage("logprob"):
             scores = await learner.score(samples, correction=self.mismatch.correction, hand_over=True)
-            verdict = await self.mismatch.judge(samples, scores, version=self.version)
-        decision = verdict.decision
-        if decision.update:
+            judged = await self.mismatch.judge(samples, scores, version=self.version)
+        if judged.decision.update:
             with stage("train"):
-                for key, value in (await learner.apply(verdict.samples, pending=verdict.pending)).items():
-                    self.journal.metrics.add(key, Mean(value))
+                metrics = await learner.apply(judged.samples, pending=judged.pending)
+                self.journal.metrics.add_means(metrics)
                 self.version += 1
             if self.config.rollout.engine.kv_cache == "fp8":
                 await calibrate(learner, samples, self.version, self.journal)
@@ -177,15 +170,15 @@ class _Run:
         await drafter.train_inline()
         with stage("sync"):
             await drafter.close_phase()
-            raise_precision = self.parts.raise_precision if decision.precision is not None else None
+            raise_precision = self.parts.raise_precision if judged.decision.precision is not None else None
             if raise_precision is not None:
-                await raise_precision(decision.precision == "raise")
+                await raise_precision(judged.decision.precision == "raise")
             switched = await drafter.switch(self.config.run.steps - self.journal.step)
-            await self.sync()  # without an update this is the same version again: what a broken sync needs
+            await self.sync()  # without an update the same version again, which repairs a broken sync
             await drafter.publish(restarted=switched or raise_precision is not None)
 
     async def generate(self) -> dict[int, Group]:
-        """What this step trains on; engines that have nothing left to do may be leased to drafter training."""
+        """Wait for the groups of this step; idle engines may be leased to drafter training."""
         drafter, began_s = self.parts.drafter, asyncio.get_running_loop().time()
         drafter.open_phase()
         taken = await self.intake.take(self.journal.step)

@@ -36,7 +36,7 @@ _FLOOR_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Verdict:
+class Judgement:
     """The guard's decision on one step, and the arguments of `Learner.apply`."""
 
     decision: GuardDecision
@@ -79,7 +79,7 @@ class MismatchMonitor:
         self._state = GuardState(**{**guard, "past": tuple(guard["past"]), "level": Level(guard["level"])})
         self._level = Level(state["level"])
 
-    async def judge(self, samples: Sequence[Sample], scores: Scores, *, version: int) -> Verdict:
+    async def judge(self, samples: Sequence[Sample], scores: Scores, *, version: int) -> Judgement:
         """Judge samples that the learner scored with policy `version`, and correct them."""
         began_s, learner_logp = asyncio.get_running_loop().time(), scores.logp
         ratios = self._of_engines(Ratios.of([sample.logp for sample in samples], learner_logp), samples, version)
@@ -114,7 +114,7 @@ class MismatchMonitor:
         pending = scores.pending
         if pending is not None and pending.correction != correction:
             pending = None
-        return Verdict(decision=decision, samples=corrected, pending=pending)
+        return Judgement(decision=decision, samples=corrected, pending=pending)
 
     def _of_engines(self, ratios: Ratios, samples: Sequence[Sample], version: int) -> Ratios:
         """Select the tokens that engines are judged by; record only the mean gap of the others."""
@@ -133,8 +133,7 @@ class MismatchMonitor:
         found, add = diagnose(ratios, cap=self._config.correction.cap), self._journal.metrics.add
         add("mismatch/k3", Mean(found.k3))
         add("mismatch/max_abs", Max(found.max_abs))
-        for key, value in found.metrics().items():
-            add(f"mismatch/{key}", Mean(value))
+        self._journal.metrics.add_means({f"mismatch/{key}": value for key, value in found.metrics().items()})
 
     async def _floor(self, samples: Sequence[Sample], learner_logp: Sequence[Floats]) -> None:
         """Measure the difference between two scorings by the learner."""
