@@ -6,14 +6,16 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli import add_verbose, run_command
-from paceline.cli.certify import add_lossless_options
-from paceline.cli.common import CONFIGS, add_result_options, publish
+from paceline.cli import run_command
+from paceline.cli.certify import LOSSLESS
+from paceline.cli.common import CONFIGS, publish
+from paceline.cli.parser import HTML, OVERRIDES, RESULT, Command, build, option
 from paceline.context import Context
 
 if TYPE_CHECKING:
@@ -152,34 +154,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    return build(
+        [*(_command(name, entry) for name, entry in sorted(BENCHES.items())), CERTIFY],
         prog="python -m benchmarks",
-        description="Each bench measures its arms side by side in one run; `python -m benchmarks NAME --help` says "
-        "more.",
+        description="Measure arms side by side in one run. See `python -m benchmarks NAME --help`.",
         epilog="example:\n  python -m benchmarks control --json control.json --check",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    benches = parser.add_subparsers(required=True, metavar="NAME")
-    for name, entry in sorted(BENCHES.items()):
-        _add_bench(benches.add_parser, name, entry)
-    _add_certify(benches.add_parser)
-    add_verbose(parser)
-    return parser
 
 
-def _add_certify(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    about = "paceline certify on vLLM's V2 model runner without a GPU, its kernels interpreted (up to 20 minutes)"
-    parser = add_parser(
-        "certify",
-        help=about,
-        description=about,
-        epilog="examples:\n"
-        "  python -m benchmarks certify --json certify-v2.json\n"
-        "  python -m benchmarks certify --plant stale      a fault inside the running engine: must be NOT LOSSLESS",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _command(name: str, entry: BenchEntry) -> Command:
+    page = " --html page.html" if entry.page is not None else ""
+    options = list(RESULT)
+    if entry.arguments in (_runs, _runs_elsewhere, _settings, _settings_elsewhere, _costs):
+        options.append(OVERRIDES)
+    if entry.page is not None:
+        options.append(HTML)
+    if entry.arguments is _costs:
+        options.append(COSTS)
+    if entry.arguments is _plan:
+        options += [
+            option("--fit", action="store_true", help="fit the simulator's constants again and print them"),
+            option("--arena", action="store_true", help="predicted against measured on this machine's engines"),
+            COSTS.but(help="with --arena: cost files of BF16 and of FP8, measured if absent"),
+        ]
+    return Command(
+        words=name,
+        help=entry.about,
+        examples=f"python -m benchmarks {name}{page} --json {name}.json",
+        options=options,
+        run=partial(_bench, name),
     )
-    add_lossless_options(parser)
-    parser.set_defaults(command=_certify)
+
+
+def _bench(name: str, options: argparse.Namespace, context: Context) -> int:
+    entry = BENCHES[name]
+    module = name if entry.on_arena is None or not options.arena else entry.on_arena
+    result: Result = import_module(f"benchmarks.{module}").run(context=context, **entry.arguments(options))
+    if entry.page is not None and options.html is not None:
+        drawer, _, function = entry.page.partition(":")
+        getattr(import_module(f"benchmarks.{drawer}"), function)(result, options.html)
+        print(f"written: {options.html}")
+    return publish(result, options)
 
 
 def _certify(options: argparse.Namespace, context: Context) -> int:
@@ -188,40 +203,18 @@ def _certify(options: argparse.Namespace, context: Context) -> int:
     return certify.run(options, context)
 
 
-def _add_bench(add_parser: Callable[..., argparse.ArgumentParser], name: str, entry: BenchEntry) -> None:
-    page = " --html page.html" if entry.page is not None else ""
-    parser = add_parser(
-        name,
-        help=entry.about,
-        description=entry.about,
-        epilog=f"example:\n  python -m benchmarks {name}{page} --json {name}.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    parser.set_defaults(command=_bench, name=name, overrides=[], html=None, costs=[], fit=False, arena=False)
-    if entry.arguments in (_runs, _runs_elsewhere, _settings, _settings_elsewhere, _costs):
-        add("overrides", nargs="*", metavar="a.b=value", help="settings of what is measured")
-    if entry.page is not None:
-        add("--html", type=Path, metavar="FILE", help="write tables and pictures as one page")
-    if entry.arguments is _costs:
-        add("--costs", type=Path, action="append", metavar="FILE", help="write the selector's prior to FILE")
-    if entry.arguments is _plan:
-        add("--fit", action="store_true", help="fit the simulator's constants again and print them")
-        add("--arena", action="store_true", help="predicted against measured on this machine's engines")
-        costs = "with --arena: cost files of BF16 and of FP8, measured if absent"
-        add("--costs", type=Path, action="append", metavar="FILE", help=costs)
-    add_result_options(parser)
-
-
-def _bench(options: argparse.Namespace, context: Context) -> int:
-    entry = BENCHES[options.name]
-    module = entry.on_arena if options.arena and entry.on_arena is not None else options.name
-    result: Result = import_module(f"benchmarks.{module}").run(context=context, **entry.arguments(options))
-    if options.html is not None and entry.page is not None:
-        drawer, _, function = entry.page.partition(":")
-        getattr(import_module(f"benchmarks.{drawer}"), function)(result, options.html)
-        print(f"written: {options.html}")
-    return publish(result, options)
+COSTS = option("--costs", type=Path, action="append", default=[], metavar="FILE", help="write the selector's prior")
+CERTIFY = replace(
+    LOSSLESS,
+    words="certify",
+    help="paceline certify on vLLM's V2 model runner without a GPU, its kernels interpreted (up to 20 minutes)",
+    details="",
+    examples="""
+        python -m benchmarks certify --json certify-v2.json
+        python -m benchmarks certify --plant stale      a fault inside the running engine: must be NOT LOSSLESS
+        """,
+    run=_certify,
+)
 
 
 if __name__ == "__main__":

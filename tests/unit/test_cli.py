@@ -16,7 +16,7 @@ import pytest
 
 from letters import Letters
 from paceline import cli
-from paceline.cli import report
+from paceline.cli.parser import Command
 from paceline.config import Config, EngineConfig, HubData, RunConfig
 from paceline.context import CancelledError, Context, RunInterruptedError
 from paceline.orchestrator.task import load_task
@@ -30,14 +30,9 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if "OFFLINE" not in key})
 
 
-def replaced(monkeypatch: pytest.MonkeyPatch, command) -> None:
-    """Let `paceline report` do something else."""
-
-    def add_to(commands) -> None:
-        parser: argparse.ArgumentParser = commands.add_parser("report")
-        parser.set_defaults(command=command)
-
-    monkeypatch.setattr(report, "add_to", add_to)
+def replaced(monkeypatch: pytest.MonkeyPatch, run) -> None:
+    """Replace every command by a `paceline report` that calls `run`."""
+    monkeypatch.setattr(cli, "COMMANDS", (Command(words="report", help="", examples="", run=run),))
 
 
 def test_hub_stays_reachable_and_the_users_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,11 +157,10 @@ def test_what_follows_resume_is_an_override(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_every_option_of_plan_reaches_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    parser = cli._parser()
     words = "plan M --gpus 8xH100 --batch 64 --group-size 8 --lengths 10/20 --prompt-tokens 9 --drafter ngram"
     words += " --accepted-length 2.5 --trained-length 2.6 --tensor-parallel 2 --learner-gpus 4 --max-age 3"
     words += " --costs a.json --costs b.json"
-    options = parser.parse_args(words.split())
+    options = cli.parse(words.split())
     asked = Request(**{option.name: getattr(options, option.name) for option in fields(Request)})
     assert asked == Request(
         model="M",
@@ -183,7 +177,7 @@ def test_every_option_of_plan_reaches_the_request(monkeypatch: pytest.MonkeyPatc
         max_age=3,
         costs=[Path("a.json"), Path("b.json")],
     )
-    fewest = parser.parse_args(["plan", "M", "--gpus", "8xH100", "--lengths", "10/20"])
+    fewest = cli.parse(["plan", "M", "--gpus", "8xH100", "--lengths", "10/20"])
     assert fewest.costs == [] and fewest.batch is None and fewest.drafter == "eagle3"
 
 
@@ -213,12 +207,17 @@ def test_certify_logp_starts_the_engine_of_the_config(
 
 
 def test_every_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    actions = {"draft": ["train"], "export": ["drafter"], "certify": ["lossless"]}
-    names = [module.__name__.rpartition(".")[2] for module in cli._COMMANDS]
-    for command in ([name, *actions.get(name, [])] for name in names):
+    for command in cli.COMMANDS:
         with pytest.raises(SystemExit):
-            cli.main([*command, "--help"])
-        assert f"  paceline {command[0]} " in capsys.readouterr().out
+            cli.main([*command.words.split(), "--help"])
+        assert f"\n  paceline {command.words.split()[0]} " in capsys.readouterr().out.partition("\nexample")[2]
+
+
+def test_certify_without_an_action_is_lossless_and_verbose_stands_anywhere() -> None:
+    assert cli.parse(["certify", "--quick"]) == cli.parse(["certify", "lossless", "--quick"])
+    for words in (["--verbose", "certify", "logp"], ["certify", "--verbose"], ["certify", "logp", "--verbose"]):
+        assert cli.parse(words).verbose
+    assert not cli.parse(["certify", "logp"]).verbose
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import __main__ as benchmarks
 from paceline import cli
-from paceline.cli.certify import spelled_out
 from paceline.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +55,7 @@ def test_commands_of_a_page_are_taken(page: Path) -> None:
             told = name in NOT_RECORDED or list((ROOT / "benchmarks" / "results").glob(f"{name}*.json"))
             assert told, f"{words}: neither recorded nor run"
         else:
-            cli._parser().parse_args(spelled_out(words))
+            cli.parse(words)
             name = " ".join(words[:2])
             test = (ROOT / "tests" / RUN_BY.get(name, RUN_BY.get(words[0], "nowhere"))).read_text(encoding="utf-8")
             assert f'"{words[0]}"' in test or f"run_{words[0]}(" in test, f"{words}: no test runs it"

@@ -39,7 +39,7 @@ def test_what_libraries_print_is_not_seen_when_all_went_well(tmp_path: Path, cod
 def test_what_libraries_printed_is_named_after_a_failure(tmp_path: Path) -> None:
     done = run(tmp_path / "logs", "return 2")
     (log,) = (tmp_path / "logs").iterdir()
-    assert done.stderr == f"own line\nwhat the libraries said: {log}\n"
+    assert done.stderr == f"own line\noutput of libraries: {log}\n"
     assert log.read_text() == "noise of this process\nnoise of C\nnoise of a child\n"
     assert log.stat().st_mode & 0o077 == 0
 

@@ -295,7 +295,7 @@ def test_command_ends_by_sigterm_and_cleans_up(server: Any, settings: SidecarSet
             break
     _, rest = process.communicate(timeout=120)
     assert process.returncode == 0, "".join(lines) + rest
-    assert "the server goes on with the drafter that it has" in rest
+    assert "the server keeps its current drafter" in rest
     assert segments() == before and not any((tmp_path / "buffer" / f"paceline-{os.getuid()}").iterdir())
 
 

@@ -1,4 +1,4 @@
-"""The `paceline` command, one file a subcommand. Parses first and imports heavy libraries later, so --help is fast."""
+"""The `paceline` command. Heavy libraries are imported after parsing, to keep --help fast."""
 
 from __future__ import annotations
 
@@ -14,34 +14,58 @@ from functools import partial
 from typing import TextIO
 
 from paceline import __version__
-from paceline.cli import certify, demo, doctor, draft, explain, export, plan, report, sidecar, train, tune
+from paceline.cli import certify, drafter, machine, train
 from paceline.cli.common import cache_root, make_context
 from paceline.cli.output import with_own_lines
+from paceline.cli.parser import Command, build
 from paceline.context import CancelledError, Context, RunInterruptedError
 from paceline.types import PacelineError
 
-_EPILOG = (
-    "start here:\n"
-    "  paceline doctor                                  what works on this machine, check by check (about 4 minutes)\n"
-    "  paceline demo                                    the promise, kept on this machine (about 5 minutes)\n"
-    "  paceline train configs/arena.toml run.steps=10   train as a config says; any setting can be overridden\n"
-    "  paceline report runs/arena                       turn a run into one HTML page\n"
-    "  paceline plan Qwen/Qwen3-8B --gpus 8xH100 --batch 512 --lengths 4000/32768      what a run would gain, before "
-    "it is paid for\n"
+COMMANDS: tuple[Command, ...] = (
+    train.TRAIN,
+    train.DEMO,
+    machine.DOCTOR,
+    machine.TUNE,
+    train.REPORT,
+    machine.PLAN,
+    drafter.DRAFT,
+    drafter.SIDECAR,
+    drafter.EXPORT,
+    drafter.EXPLAIN,
+    certify.LOSSLESS,
+    certify.LOGP,
 )
-
-_FAREWELL_S = 6.0
-"""Clusters kill what has not ended some time after SIGTERM, and do not look for its children."""
-_COMMANDS = (train, demo, doctor, tune, report, plan, draft, sidecar, export, explain, certify)
 """In the order of --help."""
+_EPILOG = """
+    start here:
+      paceline doctor                                  check this machine (about 4 minutes)
+      paceline demo                                    run a demo (about 5 minutes)
+      paceline train configs/arena.toml run.steps=10   train with a config; override any setting
+      paceline report runs/arena                       write a run's report as one HTML page
+      paceline plan Qwen/Qwen3-8B --gpus 8xH100 --batch 512 --lengths 4000/32768      predict the gain of a run
+    """
+_FAREWELL_S = 6.0
+"""Clusters kill processes some time after SIGTERM, and ignore their children."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_command(_parser().parse_args(certify.spelled_out(sys.argv[1:] if arguments is None else arguments)))
+    return run_command(parse(sys.argv[1:] if arguments is None else arguments))
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; `certify ...` is `certify lossless ...`."""
+    words = list(arguments)
+    actions = [command.words.split()[1] for command in COMMANDS if command.words.startswith("certify ")]
+    if words[:1] == ["certify"] and (len(words) == 1 or words[1] not in (*actions, "-h", "--help")):
+        words.insert(1, "lossless")
+    description = "Fast rollouts for RL post-training, on stock vLLM, Ray and PyTorch."
+    parser = build(COMMANDS, prog="paceline", description=description, epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    return parser.parse_args(words)
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run the parsed command and return its exit code. Set up the environment, signals and logs for it."""
+    """Run a parsed command with its environment, signals and logs; return its exit code."""
     _set_environment(verbose=options.verbose)
     if options.verbose:
         return _run(options, sys.stderr)
@@ -70,47 +94,18 @@ def _run(options: argparse.Namespace, lines: TextIO) -> int:
         return 2
     except OSError as error:
         if error.filename is None:
-            raise  # not about a file that the user could do something about
+            raise  # no file that the user could check
         if lines is not sys.stderr:
-            traceback.print_exc()  # into the file with what the libraries said
-        advice = "check that it exists, that you may use it and that its disk has room"
+            traceback.print_exc()  # into the log of the libraries
+        advice = "check that it exists, that you have access and that its disk has room"
         print(f"paceline: {error.filename}: {error.strerror}; {advice}", file=lines)
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="paceline",
-        description="Fast rollouts for RL post-training, on stock vLLM, Ray and PyTorch.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_to(commands)
-    add_verbose(parser)
-    return parser
-
-
-def add_verbose(parser: argparse.ArgumentParser) -> None:
-    """Accept --verbose at any position."""
-    parser.set_defaults(verbose=False)
-    _add_verbose(parser)
-
-
-def _add_verbose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help="show what libraries print")
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                _add_verbose(below)
-
-
 @contextmanager
 def _cancelled_by_sigterm(context: Context) -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does: through its `finally` blocks, so engines are shut down. Whatever a
-    command has started, and has not ended by then or within `_FAREWELL_S`, is killed: an engine that compiles, say."""
+    """Handle SIGTERM like Ctrl-C: `finally` blocks shut down engines. Kill child processes that are still running
+    afterwards or after `_FAREWELL_S`, such as an engine that compiles."""
     import psutil
 
     strangers = set(psutil.Process().children())
@@ -145,10 +140,10 @@ def _cancelled_by_sigterm(context: Context) -> Iterator[None]:
 
 
 def _set_environment(*, verbose: bool) -> None:
-    """Keep our libraries from sending usage reports and from logging; nothing that the user has set is changed.
+    """Disable usage reports and logs of libraries, unless the user has set these variables.
 
-    The Hugging Face hub stays reachable, because `data.kind = "datasets"` may have to download. Engines, which get
-    local paths, are set offline in their own processes."""
+    The Hugging Face hub stays reachable, because `data.kind = "datasets"` may download. Engines get local paths and
+    are offline in their own processes."""
     for key, value in {
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",

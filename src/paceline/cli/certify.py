@@ -1,15 +1,15 @@
-"""`paceline certify`: prove what we promise on the user's own engine. Without a WHAT it is `certify lossless`."""
+"""`paceline certify`: verify losslessness on the user's engine."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.common import LEARNED, Commands, add_result_options, add_subject, publish, subject
+from paceline.cli.common import LEARNED, publish, subject
+from paceline.cli.parser import DRAFTER, HTML, MODEL, QUICK, RESULT, SUBJECT, TOKENS, Command, option
 from paceline.context import Context
 
 if TYPE_CHECKING:
@@ -17,86 +17,11 @@ if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.types import Prompt
 
-_PARTS = ("logp", "lossless")
 _INTERPRETED = tuple(
     f"rollout.engine.{setting}"
     for setting in ("max_num_seqs=32", "start_deadline_s=1500", "call_deadline_s=600", "progress_deadline_s=900")
 )
-"""A small batch, since nothing runs in parallel, and deadlines for an interpreter on a busy machine."""
-
-
-def spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with `certify ...` spelled out as `certify lossless ...`."""
-    rest = list(arguments)
-    if rest[:1] == ["certify"] and (len(rest) == 1 or rest[1] not in (*_PARTS, "-h", "--help")):
-        rest.insert(1, "lossless")
-    return rest
-
-
-def add_to(commands: Commands) -> None:
-    parts = commands.add_parser(
-        "certify",
-        help="prove what we promise on your own engine",
-        description="Without WHAT: lossless. `paceline certify lossless --help` explains it.",
-    ).add_subparsers(required=True, metavar="WHAT")
-    _add_lossless(parts)
-    _add_logp(parts)
-
-
-def _add_lossless(parts: Commands) -> None:
-    parser: argparse.ArgumentParser = parts.add_parser(
-        "lossless",
-        help="speculation leaves the distribution as it is",
-        description="Is speculation lossless on this engine with these flags? Under 5 minutes on two cores.\n"
-        "  sampler   the engine's rejection sampler on known distributions: chi-square at every position\n"
-        "  engines   your engine with speculation and without it: exact two-sample test, false alarm 1 in 1,000\n"
-        "  greedy    the same tokens in FP32 at temperature 0\n"
-        "  learner   log-probabilities of accepted, recovered and bonus tokens\n"
-        "The verdict is LOSSLESS, NOT LOSSLESS or INCONCLUSIVE (hardly anything was drafted).\n"
-        "vLLM samples by model runner V2 on GPUs and by V1 on CPUs; certify tests the runner of your engine.",
-        epilog="examples:\n"
-        "  paceline certify --drafter ngram --html certificate.html\n"
-        "  paceline certify configs/arena.toml rollout.temperature=0.8 --drafter eagle3:path/to/drafter\n"
-        "  paceline certify --drafter vllm:draft_model:arena:tiny\n"
-        "  paceline certify --plant residual     a fault on purpose: must be NOT LOSSLESS\n"
-        "  paceline certify --without-shim       vLLM's CPU sampler as it comes: must be NOT LOSSLESS",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_lossless_options(parser)
-    parser.set_defaults(command=_certify_lossless)
-
-
-def add_lossless_options(parser: argparse.ArgumentParser) -> None:
-    add_subject(parser)
-    add = parser.add_argument
-    drafters = (
-        "ngram, history, eagle3[:PATH], dflash[:PATH] (without PATH: the arena's), or vllm:METHOD[:MODEL]; replaces "
-        "that of the config (ngram)"
-    )
-    add("--drafter", metavar="KIND[:PATH]", help=drafters)
-    add("--draft-length", type=int, metavar="K", help="hold the draft length at K; without a config, 3")
-    add("--html", type=Path, metavar="FILE", help="write the certificate, one page")
-    add("--without-shim", action="store_true", help="leave vLLM's sampler as it comes, even where it is wrong")
-    add("--runner", choices=("v2",), help="use this model runner of vLLM's (default: as vLLM chooses)")
-    plant = "residual, temperature, stale, accept or logp-shift; with --runner v2 inside the running engine too"
-    add("--plant", metavar="FAULT", help=plant)
-    add("--quick", action="store_true", help="few samples: shows that all parts run, but finds only gross faults")
-    add_result_options(parser)
-
-
-def _add_logp(parts: Commands) -> None:
-    parser: argparse.ArgumentParser = parts.add_parser(
-        "logp",
-        help="engine's log-probabilities against the learner's",
-        description="Sample with the engine, score the same tokens with the learner: FP32 must agree to rounding, "
-        "BF16 closely.",
-    )
-    add_subject(parser)
-    add = parser.add_argument
-    add("--model", help="checkpoint directory, or arena:small and so on; replaces that of the config (arena:small)")
-    add("--tokens", type=int, default=2000, help="least number of sampled tokens per precision (%(default)s)")
-    add_result_options(parser)
-    parser.set_defaults(command=_certify_logp)
+"""A small batch, because nothing runs in parallel, and deadlines for an interpreter on a busy machine."""
 
 
 def _certify_lossless(options: argparse.Namespace, context: Context) -> int:
@@ -182,7 +107,7 @@ def _policy_and_prompts(config: Config, num_prompts: int, context: Context) -> t
     from paceline.sessions.workloads import make_task, resolve_policy
 
     model_path = resolve_policy(config.policy.model, context)
-    # Without held-out rows: a file with fewer rows than a run would hold out has prompts enough.
+    # Hold out no rows: small files would have no prompts left.
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 0})})
     return model_path, list(islice(make_task(config, load_tokenizer(model_path)).prompts, num_prompts))
 
@@ -190,7 +115,7 @@ def _policy_and_prompts(config: Config, num_prompts: int, context: Context) -> t
 def _drafting(
     drafter: str | None, draft_length: int | None, *, has_speculation: bool, default: str = "ngram"
 ) -> list[str]:
-    """Return overrides for the drafter and a fixed draft length; without any of them, the default's and 3."""
+    """Return overrides for the drafter and a fixed draft length; the defaults are `default` and 3."""
     overrides: list[str] = []
     if drafter is not None or not has_speculation:
         kind, _, path = (drafter or default).partition(":")
@@ -205,3 +130,54 @@ def _drafting(
         overrides.append(f"speculation.max_draft_length={draft_length}")
         overrides.append(f'speculation.selector={{kind = "fixed", draft_length = {draft_length}}}')
     return overrides
+
+
+LOSSLESS = Command(
+    words="certify lossless",
+    help="test that speculation preserves the distribution (the default)",
+    details="""
+        Test whether speculation is lossless on this engine with these flags. Takes under 5 minutes on two cores.
+          sampler   the engine's rejection sampler on known distributions: chi-square at every position
+          engines   your engine with and without speculation: exact two-sample test, false-positive rate 1 in 1,000
+          greedy    the same tokens in FP32 at temperature 0
+          learner   log-probabilities of accepted, recovered and bonus tokens
+        The verdict is LOSSLESS, NOT LOSSLESS or INCONCLUSIVE (hardly anything was drafted).
+        vLLM samples by model runner V2 on GPUs and by V1 on CPUs; certify tests the runner of your engine.
+        """,
+    examples="""
+        paceline certify --drafter ngram --html certificate.html
+        paceline certify configs/arena.toml rollout.temperature=0.8 --drafter eagle3:path/to/drafter
+        paceline certify --drafter vllm:draft_model:arena:tiny
+        paceline certify --plant residual     a planted fault: must be NOT LOSSLESS
+        paceline certify --without-shim       vLLM's CPU sampler without our fix: must be NOT LOSSLESS
+        """,
+    options=(
+        SUBJECT,
+        DRAFTER.but(
+            metavar="KIND[:PATH]",
+            help="ngram, history, eagle3[:PATH], dflash[:PATH] (default PATH: the arena's) or vllm:METHOD[:MODEL], "
+            "instead of the config's (ngram)",
+        ),
+        option("--draft-length", type=int, metavar="K", help="fix the draft length (without a config: 3)"),
+        HTML,
+        option("--without-shim", action="store_true", help="do not fix vLLM's sampler, even where it is wrong"),
+        option("--runner", choices=("v2",), help="model runner of vLLM (default: vLLM's choice)"),
+        option("--plant", metavar="FAULT", help="residual, temperature, stale, accept or logp-shift"),
+        QUICK.but(help="few samples: runs every part, but finds only gross faults"),
+        *RESULT,
+    ),
+    run=_certify_lossless,
+)
+LOGP = Command(
+    words="certify logp",
+    help="compare the engine's log-probabilities with the learner's",
+    details="Sample with the engine and score the same tokens with the learner: FP32 agrees to rounding, BF16 closely.",
+    examples="paceline certify logp configs/arena.toml --tokens 5000",
+    options=(
+        SUBJECT,
+        option("--model", metavar="MODEL", help=f"{MODEL.settings['help']}, instead of the config's"),
+        TOKENS.but(default=2000, help="least number of sampled tokens per precision"),
+        *RESULT,
+    ),
+    run=_certify_logp,
+)

@@ -1,4 +1,4 @@
-"""Parts that several subcommands share: the context of a job, options, and the output of results."""
+"""Share between commands: the context of a job, the subject of a command, prompts, and the output of results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from paceline.context import Context
 
@@ -14,14 +14,11 @@ if TYPE_CHECKING:
     from paceline.measure import Result
     from paceline.types import Prompt
 
-Commands = Any
-"""What `ArgumentParser.add_subparsers` returns; argparse has no public name for it."""
-
 LEARNED = ("eagle3", "dflash")
-"""Kinds of drafter that are trained."""
+"""Trained kinds of drafter."""
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""Configs that come with the package."""
+"""Configs in the package."""
 
 
 def cache_root() -> Path:
@@ -37,18 +34,8 @@ def make_context(lines: TextIO) -> Context:
     )
 
 
-def add_subject(parser: argparse.ArgumentParser, default: str = "arena:small") -> None:
-    """Take a config or a policy, and settings; `subject` reads them."""
-    parser.add_argument(
-        "subject",
-        nargs="*",
-        metavar="CONFIG|MODEL|a.b=value",
-        help=f"TOML file or checkpoint, and settings ({default})",
-    )
-
-
 def subject(command: str, words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the config file and the overrides that a command's words stand for."""
+    """Return the config file and the overrides in a command's words."""
     files = [word for word in words if word.endswith(".toml")]
     models = [word for word in words if not word.endswith(".toml") and "=" not in word]
     if len(files) + len(models) > 1:
@@ -57,15 +44,8 @@ def subject(command: str, words: Sequence[str]) -> tuple[Path | None, list[str]]
     return (Path(files[0]) if files else None), overrides
 
 
-def add_result_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write figures, spread, goals and environment to FILE"
-    )
-    parser.add_argument("--check", action="store_true", help="exit 1 if a goal is missed")
-
-
 def publish(result: Result, options: argparse.Namespace) -> int:
-    """Print a result and write it where --json says; returns the exit code that --check asks for."""
+    """Print a result, write it for --json, and return the exit code for --check."""
     from paceline.measure import table
 
     print(table(result))
@@ -75,15 +55,8 @@ def publish(result: Result, options: argparse.Namespace) -> int:
     return int(options.check and not result.all_met)
 
 
-def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """Take a file of prompts; `model_and_prompts` reads it."""
-    add = parser.add_argument
-    add("--data", type=Path, metavar="FILE", help="JSONL file with prompts; not needed for arena policies")
-    add("--prompt-key", default="prompt", metavar="KEY", help="field of FILE that holds the prompt (%(default)s)")
-
-
 def model_and_prompts(options: argparse.Namespace, context: Context) -> tuple[Path, Iterator[Prompt], str]:
-    """Return the checkpoint of `options.model`, prompts for it again and again, and what they are."""
+    """Return the checkpoint of `options.model`, an infinite iterator of prompts, and their description."""
     from paceline.arena.prompts import DRAFTER_DATA, drafter_prompts
     from paceline.sessions.draft import read_prompts
     from paceline.sessions.train import load_tokenizer

@@ -1,8 +1,7 @@
-"""Whose lines reach the terminal: Paceline's own.
+"""Redirect the output of libraries to a log file.
 
-A run has a dozen processes of vLLM, Ray and PyTorch, and most write to standard error in a run that goes well: progress
-bars, warnings about the machine, deprecations of each other. The descriptor that all of them inherit is redirected to a
-file, whatever language writes to it. The file is named when a command fails, and removed otherwise.
+vLLM, Ray and PyTorch write to standard error in a dozen processes even when a run succeeds. They inherit one
+descriptor, which is redirected to a file. The file is named if a command fails, and removed otherwise.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from typing import TextIO
 from paceline.files import private_directory
 
 FAILED = 2
-"""Exit code from which on the file is kept; 1 is the answer "no" of a command that worked."""
+"""Least exit code that keeps the file; 1 is the answer "no" of a command that worked."""
 
 
 def with_own_lines(command: Callable[[TextIO], int], directory: Path) -> int:
     """Run the command with the stream for its own lines, and return its exit code.
 
-    Nothing is redirected for a caller who has replaced `sys.stderr`. Otherwise it stays redirected until the process
-    ends, since what is torn down after the command writes too."""
+    Nothing is redirected if the caller has replaced `sys.stderr`. Otherwise it stays redirected until the process ends,
+    because teardown writes too."""
     if sys.stderr is not sys.__stderr__:
         return command(sys.stderr)
     lines = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1, errors="backslashreplace")
@@ -38,11 +37,11 @@ def with_own_lines(command: Callable[[TextIO], int], directory: Path) -> int:
     os.close(handle)
     try:
         code = command(lines)
-    except Exception:  # noqa: BLE001  a bug of ours, which nobody would see otherwise
+    except Exception:  # noqa: BLE001  a bug of ours that would go unseen
         traceback.print_exc(file=lines)
         code = FAILED
     if code >= FAILED and Path(name).stat().st_size:
-        print(f"what the libraries said: {name}", file=lines)
+        print(f"output of libraries: {name}", file=lines)
     else:
         Path(name).unlink(missing_ok=True)
     return code

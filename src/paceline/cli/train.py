@@ -1,4 +1,4 @@
-"""`paceline train`: train a policy as a config says."""
+"""`paceline train`, `report` and `demo`."""
 
 from __future__ import annotations
 
@@ -6,30 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli.common import Commands
+from paceline.cli.common import CONFIGS, publish
+from paceline.cli.parser import HTML, OVERRIDES, QUICK, RESULT, Command, option
 from paceline.context import Context
 
 if TYPE_CHECKING:
     from paceline.config import Config
-
-
-def add_to(commands: Commands) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "train",
-        help="train a policy as a config says",
-        description="Train a policy: engines sample, the learner updates, new weights are pushed to every engine.\n"
-        "Settings are in the TOML file; each can be overridden as section.key=value. docs/config.md explains them all.",
-        epilog="examples:\n  paceline train configs/arena.toml run.steps=10 rollout.num_engines=1 run.max_age=1\n"
-        "  paceline train --resume runs/arena run.steps=20\n\n"
-        "exit codes: 75 after SIGTERM and 130 after Ctrl-C, both with what to type to go on; docs/survive.md",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", nargs="?", help="TOML file, e.g. configs/arena.toml; none with --resume")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace those of the file")
-    parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="go on with the run in this directory, e.g. runs/arena"
-    )
-    parser.set_defaults(command=_train)
 
 
 def _train(options: argparse.Namespace, context: Context) -> int:
@@ -37,7 +19,7 @@ def _train(options: argparse.Namespace, context: Context) -> int:
 
     if options.resume is None:
         if options.config is None:
-            raise ValueError("config: is missing; must be a TOML file, or --resume RUN to go on with a run")
+            raise ValueError("config: is missing; must be a TOML file, or --resume RUN to continue a run")
         return run_and_report(load_config(options.config, options.overrides), context)
     from paceline.sessions.train import resumed_config
 
@@ -57,3 +39,74 @@ def run_and_report(config: Config, context: Context, *, resume: Path | None = No
     print(f"policy: {directory / 'policy' / f'step-{config.run.steps}'}")
     print(f"report: {write_report(directory)}")
     return 0
+
+
+def _report(options: argparse.Namespace, context: Context) -> int:
+    from paceline.report.run import write_report
+
+    print(write_report(options.run, against=options.against))
+    return 0
+
+
+def _demo(options: argparse.Namespace, context: Context) -> int:
+    from paceline.demo.run import FULL, QUICK, run
+
+    result = run(
+        context=context,
+        config_file=CONFIGS / "demo.toml",
+        page=options.html,
+        overrides=options.overrides,
+        size=QUICK if options.quick else FULL,
+    )
+    print(f"page: {options.html}")
+    return publish(result, options)
+
+
+TRAIN = Command(
+    words="train",
+    help="train a policy",
+    details="""
+        Train a policy: engines sample rollouts, the learner updates the policy, and every engine receives the new
+        weights. The TOML file has the settings; override each as section.key=value. See docs/config.md.
+
+        Exit code 75 after SIGTERM, 130 after Ctrl-C; both print the resume command. See docs/survive.md.
+        """,
+    examples="""
+        paceline train configs/arena.toml run.steps=10 rollout.num_engines=1 run.max_age=1
+        paceline train --resume runs/arena run.steps=20
+        """,
+    options=(
+        option("config", nargs="?", help="TOML file, such as configs/arena.toml; none with --resume"),
+        OVERRIDES,
+        option("--resume", type=Path, metavar="RUN", help="continue the run in this directory, such as runs/arena"),
+    ),
+    run=_train,
+)
+REPORT = Command(
+    words="report",
+    help="write a run's report as one HTML page",
+    details="Read RUN/metrics.jsonl and write RUN/report.html. Works while the run is going.",
+    examples="paceline report runs/arena",
+    options=(
+        option("run", type=Path, metavar="RUN", help="run directory, such as runs/arena"),
+        option("--against", type=Path, metavar="OTHER_RUN", help="compare accepted length with another run"),
+    ),
+    run=_report,
+)
+DEMO = Command(
+    words="demo",
+    help="run a five-minute demo on this machine",
+    details="""
+        Generate one long-tailed batch with plain vLLM, then with Paceline; test that both sample from the same
+        distribution; run a few RL steps with speculation and a drafter trained on idle engines. Writes one page with
+        both timelines, the speedup, the certificate and the learning curve.
+        """,
+    examples="paceline demo --quick --html demo.html",
+    options=(
+        OVERRIDES.but(help="settings of the RL steps"),
+        QUICK.but(help="two minutes: a smaller batch and its certificate, no RL steps"),
+        HTML.but(default=Path("demo.html")),
+        *RESULT,
+    ),
+    run=_demo,
+)

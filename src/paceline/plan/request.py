@@ -1,65 +1,51 @@
-"""A question to the planner as a user puts it. Each field is an option of `paceline plan`, with its help beside it."""
+"""A question to the planner in the user's terms. Each field is an option of `paceline plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 
-def _option(default: Any, **settings: Any) -> Any:
-    """Return a field with a default; `settings` are argparse's."""
-    return field(default=default, metadata=settings)
+def _option(help: str, default: Any = MISSING, **settings: Any) -> Any:
+    """Return a field with argparse's settings as its metadata."""
+    return field(default=default, metadata={"help": help, **settings})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The metadata of each field is what argparse needs to know beside its name and default."""
-
-    model: str = field(
-        metadata={
-            "positional": True,
-            "metavar": "MODEL|CONFIG",
-            "help": "Hugging Face config.json or its directory, known name, or TOML config",
-        }
+    model: str = _option(
+        "config.json of Hugging Face or its directory, known name, or TOML config", metavar="MODEL|CONFIG"
     )
-    gpus: str = field(
-        metadata={"metavar": "NxGPU", "help": "such as 8xH100; a kind that is not known lists those that are"}
+    gpus: str = _option("such as 8xH100; an unknown kind lists the known ones", metavar="NxGPU")
+    batch: int | None = _option("rollouts per step (512, or the config's)", None, type=int, metavar="N")
+    group_size: int | None = _option("rollouts per prompt (16, or the config's)", None, type=int, metavar="N")
+    lengths: str = _option(
+        "response lengths: metrics.jsonl of a run, a file with a length (or length and count) per line, or such as "
+        "4000/32768",
+        metavar="FILE|MEAN/MAX",
     )
-    batch: int | None = _option(None, type=int, metavar="N", help="rollouts in a step (512, or as the config says)")
-    group_size: int | None = _option(
-        None, type=int, metavar="N", help="rollouts of a prompt (16, or as the config says)"
-    )
-    lengths: str = field(
-        metadata={
-            "metavar": "FILE|MEAN/MAX",
-            "help": "of responses: metrics.jsonl of a run, a file with one length (or length and count) a line, or "
-            "such as 4000/32768",
-        }
-    )
-    prompt_tokens: int = _option(256, type=int, metavar="N", help="of a usual prompt (%(default)s)")
+    prompt_tokens: int = _option("tokens of a usual prompt", 256, type=int, metavar="N")
     drafter: Literal["eagle3", "dflash", "ngram"] = _option(
-        "eagle3", choices=("eagle3", "dflash", "ngram"), help="who proposes (%(default)s)"
+        "kind of drafter", "eagle3", choices=("eagle3", "dflash", "ngram")
     )
     accepted_length: float | None = _option(
+        "tokens per verification of 3 drafts, bonus included (published: EAGLE-3 2.64, n-gram 2.26)",
         None,
         type=float,
         metavar="A",
-        help="tokens that a verification of 3 drafts emits, bonus included (published: EAGLE-3 2.64, n-gram 2.26)",
     )
     trained_length: float | None = _option(
-        None, type=float, metavar="A", help="the same if the drafter is trained along (published: 2.80)"
+        "the same with a drafter trained during the run (published: 2.80)", None, type=float, metavar="A"
     )
-    tensor_parallel: int | None = _option(None, type=int, metavar="N", help="GPUs of an engine (the fewest that fit)")
-    learner_gpus: int | None = _option(
-        None, type=int, metavar="N", help="GPUs of the learner (what makes a step shortest)"
-    )
-    max_age: int = _option(1, type=int, metavar="N", help="of the asynchronous arms, in policy versions (%(default)s)")
+    tensor_parallel: int | None = _option("GPUs per engine (the fewest that fit)", None, type=int, metavar="N")
+    learner_gpus: int | None = _option("GPUs of the learner (for the shortest step)", None, type=int, metavar="N")
+    max_age: int = _option("policy age of the asynchronous arms, in versions", 1, type=int, metavar="N")
     costs: Sequence[Path] = _option(
+        "step times from `paceline tune` instead of a roofline; repeat for FP8",
         (),
         type=Path,
         action="append",
         metavar="FILE",
-        help="step times measured by `paceline tune`, in place of a roofline; twice, if of FP8 too",
     )
