@@ -10,7 +10,7 @@ what vLLM's runner, sampler or speculators do. Each says whether it is still `ne
 
 vLLM spawns EngineCore and workers as processes of their own. They get the stand-ins through a folder on PYTHONPATH that
 holds a `sitecustomize.py`, which Python imports before anything else. The folder lives as long as the `with` block.
-AMX needs no stand-in: our vLLM plugin initialises it in every process (`rollout/internals/amx.py`).
+AMX needs no stand-in: our vLLM plugin initialises it in every process (`rollout/internals/platform.py`).
 """
 
 from __future__ import annotations

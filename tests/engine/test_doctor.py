@@ -54,6 +54,6 @@ def test_planted_faults_are_found_by_the_right_checks(tmp_path: Path) -> None:
         assert "embed_tokens" in found[name]["evidence"] or "weight" in found[name]["evidence"], found[name]
 
 
-def test_run_with_more_engines_than_the_machine_has_room_for_fails(tmp_path: Path) -> None:
-    code, result, printed = run(tmp_path, ["-m", "paceline.cli", "doctor"], "--only", "ray", "rollout.num_engines=1000")
+def test_run_for_gpus_that_the_cluster_does_not_have_fails(tmp_path: Path) -> None:
+    code, result, printed = run(tmp_path, ["-m", "paceline.cli", "doctor"], "--only", "ray", "cluster.device=gpu")
     assert (code, result["details"]["failed"]) == (1, ["ray"]), printed[-4000:]

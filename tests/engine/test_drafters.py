@@ -22,7 +22,7 @@ from paceline.drafters.kinds import default_taps, guess
 from paceline.drafters.packing import Document, make_pack
 from paceline.drafters.rounds import drafter_weights
 from paceline.rollout.engine import VllmEngine
-from paceline.rollout.internals.amx import has_amx
+from paceline.rollout.internals.platform import has_amx
 from paceline.types import GroupId, RolloutRequest, Tokens
 from paceline.weights.shared_memory import ShmSender
 from random_policy import make_drafter

@@ -18,7 +18,7 @@ from benchmarks.planted.policy import allow_faults
 from paceline.config import EngineConfig
 from paceline.fp8 import KvScales, Sharding
 from paceline.rollout.engine import VllmEngine
-from paceline.rollout.internals.amx import has_amx
+from paceline.rollout.internals.platform import has_amx
 from paceline.types import GroupId, Receipt, RolloutRequest
 from paceline.weights.fingerprint import mismatched
 from paceline.weights.message import Push

@@ -16,10 +16,10 @@ from paceline.rollout.internals import (
     drafter_survival,
     engine_arguments,
     engine_core,
-    registry,
-    request_ids,
-    scheduler_door,
+    requests,
+    scheduler_calls,
     stats,
+    transfer_engine,
 )
 from paceline.rollout.internals.drafter_model import loads_apart
 from paceline.rollout.internals.model_runner import planned_runner
@@ -78,13 +78,13 @@ def test_outputs_of_a_step_have_our_fields() -> None:
 def test_engine_core_answers_utility_calls_by_name() -> None:
     from vllm.v1.engine import core, core_client
 
-    assert not hasattr(core.EngineCore, scheduler_door.NAME), "vLLM has a method of this name"
+    assert not hasattr(core.EngineCore, scheduler_calls.NAME), "vLLM has a method of this name"
     assert "self.scheduler" in inspect.getsource(core.EngineCore.__init__)
     assert "getattr(self, method_name)" in inspect.getsource(core)
     assert parameters(core_client.AsyncMPClient.call_utility_async) == ["self", "method", "args"]
     try:
-        scheduler_door.install()
-        method = getattr(core.EngineCore, scheduler_door.NAME)
+        scheduler_calls.install()
+        method = getattr(core.EngineCore, scheduler_calls.NAME)
         convert = core.EngineCoreProc._convert_msgspec_args
         bound = method.__get__(object())
         assert convert(bound, ("set_draft_limit", 3)) == ("set_draft_limit", 3)
@@ -92,7 +92,7 @@ def test_engine_core_answers_utility_calls_by_name() -> None:
         with pytest.raises(ValueError, match="must be one of"):
             bound("shutdown")
     finally:
-        delattr(core.EngineCore, scheduler_door.NAME)
+        delattr(core.EngineCore, scheduler_calls.NAME)
 
 
 def test_api_server_has_its_engine_where_our_middleware_looks() -> None:
@@ -145,7 +145,7 @@ def test_request_ids_keep_ours_before_a_hyphen() -> None:
     from vllm.v1.engine import input_processor
 
     assert "-{random_uuid()" in inspect.getsource(input_processor)
-    assert request_ids.rollout_id("12.0/train:3-8f2a") == RolloutId(GroupId(12), 3)
+    assert requests.rollout_id("12.0/train:3-8f2a") == RolloutId(GroupId(12), 3)
 
 
 def test_rejection_sampler_takes_our_metadata() -> None:
@@ -174,7 +174,7 @@ def test_backends_can_be_registered_twice() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for _ in range(2):
-        registry.register_backend("paceline_canary", "paceline.rollout.receiver", "ShmWeightTransferEngine")
+        transfer_engine.register_backend("paceline_canary", "paceline.rollout.receiver", "ShmWeightTransferEngine")
     assert "paceline_canary" in WeightTransferEngineFactory._registry
     del WeightTransferEngineFactory._registry["paceline_canary"]
 

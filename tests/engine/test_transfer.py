@@ -226,7 +226,7 @@ def test_push_in_the_middle_of_rollouts_keeps_them(wire: Wire) -> None:
 def test_drafter_push_is_refused_by_an_engine_without_one(wire: Wire) -> None:
     before = wire.probe()
     receipt = wire.deliver(wire.sender.stage(1, wire.changed_weights(seed=1).items(), target="drafter"))
-    assert (receipt.error, receipt.lost) == ("drafter: this engine runs without one", False)
+    assert (receipt.error, receipt.lost) == ("drafter: this engine has none", False)
     assert wire.probe() == before
 
 
@@ -258,7 +258,7 @@ def test_pushes_by_broadcast_are_checked_and_loaded_like_those_through_shared_me
             receipt = wire.run(send(sender.stage(60, new.items())))
             assert (receipt.error, receipt.lost) == ("model.layers.1.mlp.up_proj.weight: missing from the push", False)
             receipt = wire.run(send(sender.stage(60, new.items(), target="drafter")))
-            assert (receipt.error, receipt.lost) == ("drafter: this engine runs without one", False)
+            assert (receipt.error, receipt.lost) == ("drafter: this engine has none", False)
             assert (wire.held(), wire.probe()) == (held, before)
         receipt = wire.run(wire.engine.receive(replace(push, channel="paceline-other")))
         assert receipt.error is not None

@@ -148,7 +148,7 @@ def test_push_of_a_policy_with_heads_brings_them_and_what_they_share_with_it(
         (held,) = runner.run(speaker.engine.rpc("applied_fingerprints"))
         assert (held["policy"]["version"], held["drafter"]["version"]) == (1, 1)
         refused = runner.run(speaker.engine.receive(speaker.stage(stored(right), "drafter")))
-        assert not refused.lost and "comes with the policy's pushes" in (refused.error or "")
+        assert not refused.lost and "pushes of the policy update it" in (refused.error or "")
         assert runner.run(speaker.engine.metrics())["draft/restored"] == 0
         speaker.push(stored(wrong))
         said, share = speaker.greedy()

@@ -94,7 +94,7 @@ def test_the_refusal_names_the_command_that_measures_the_right_file(policy: Path
 
 def test_a_file_that_does_not_say_where_it_is_from_is_refused_with_advice(policy: Path, tmp_path: Path) -> None:
     save_costs(tmp_path / "costs.json", Costs(points=(POINT,)))
-    with pytest.raises(ValueError, match=r"does not say what it was measured on.*paceline tune"):
+    with pytest.raises(ValueError, match=r"it names none.*paceline tune"):
         check_costs(config(policy, tmp_path / "costs.json"), policy)
 
 

@@ -292,7 +292,7 @@ def test_ranks_that_step_together_draft_alike(host: dict[str, Any], alike: bool,
     filling = fill(host, ngram)
     assert not filling.refused
     assert ("num_speculative_tokens_per_batch_size" not in filling.arguments["speculative_config"]) == alike
-    assert ("left to vLLM" in filling.line(ngram)) == alike
+    assert ("vLLM keeps its draft length" in filling.line(ngram)) == alike
     assert fill({**host, "model": str(heads)}, "auto").refused == alike, "a fixed length may cost more than it gains"
 
 

@@ -17,7 +17,7 @@ def test_ranks_that_step_together_are_left_to_vllm(
     """A choice by the clock differs between ranks that must draft alike, and then they wait for each other for ever."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from paceline.rollout.internals import scheduler_door
+    from paceline.rollout.internals import scheduler_calls
     from paceline.rollout.scheduler import AdaptiveScheduler
 
     theirs = [0, 4, 2, 2]
@@ -30,7 +30,7 @@ def test_ranks_that_step_together_are_left_to_vllm(
     monkeypatch.setattr(Scheduler, "__init__", init)
     monkeypatch.setattr(Scheduler, "schedule", lambda self, throttle_prefills: SimpleNamespace())
     monkeypatch.setattr(Scheduler, "update_draft_token_ids", lambda self, drafts: None)
-    monkeypatch.setattr(scheduler_door, "install", lambda: None)
+    monkeypatch.setattr(scheduler_calls, "install", lambda: None)
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(async_scheduling=False),
         parallel_config=SimpleNamespace(

@@ -89,7 +89,7 @@ def test_training_is_refused() -> None:
     "lossy", [{"rejection_sample_method": "synthetic"}, {"posterior_threshold": 0.1}, {"acceptance_method": "typical"}]
 )
 def test_lossy_settings_are_refused_like_those_of_other_drafters(lossy: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"distribution|did not draw"):
+    with pytest.raises(ValueError, match=r"distribution|did not sample"):
         refuse_lossy(speculative_config(speculation(method="mtp", **lossy), ENGINE))
 
 
@@ -115,7 +115,7 @@ def test_methods_that_know_one_length_are_not_asked_for_another(
     host = {"model": "policy", "speculative_config": {**settings, "num_speculative_tokens": 3}}
     file = tmp_path / "speculation.toml"
     file.write_text('[speculation.drafter]\nkind = "ngram"\n')
-    assert ("draft length is left to vLLM" in fill(host, str(file)).line(str(file))) == whole
+    assert ("vLLM keeps its draft length" in fill(host, str(file)).line(str(file))) == whole
 
 
 def test_draft_model_that_is_not_there_and_heads_that_are_not_there_are_told_before_an_engine_starts(

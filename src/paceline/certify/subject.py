@@ -17,7 +17,7 @@ from paceline.measure import Goal
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.model_runner import Runner
-from paceline.rollout.internals.request_ids import rollout_id
+from paceline.rollout.internals.requests import rollout_id
 from paceline.rollout.speculation import own_settings
 from paceline.types import PacelineError, Prompt, Rollout, RolloutId, RolloutRequest
 

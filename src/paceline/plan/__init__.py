@@ -1,1 +1,1 @@
-"""Predict the gain of a run on given hardware: simulator and planner."""
+"""Planner and simulator: the expected gain of a run on given hardware."""

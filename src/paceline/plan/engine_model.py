@@ -1,4 +1,4 @@
-"""Step time of an engine: a roofline from hardware and model, or a measured cost file.
+"""Duration of an engine step: by roofline from hardware and model, or from a measured cost file.
 
     step = linear + attention + layers + host + sampling + communication + drafting
 
@@ -10,8 +10,8 @@
     communication  two all-reduces a layer under tensor parallelism
     drafting       passes of the drafter (one after another for EAGLE, one for DFlash), or the host's search for n-grams
 
-A draft of length k makes n = requests x (k + 1) tokens to verify. Unknowns of the formulas are in `Constants`, fitted
-on one half of the published figures (`python -m benchmarks plan --fit`).
+A draft of length k makes n = requests x (k + 1) tokens to verify. `Constants` holds the parameters that the formulas do
+not give; they are fitted on one half of the published figures (`python -m benchmarks plan --fit`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from paceline.selector.cost_file import CostPoint, Costs
 
 GRAPH_TOKENS = 512
 """Tokens of the largest step that vLLM captures as a graph by default (`max_cudagraph_capture_size` in its
-config/compilation.py). The host launches every kernel of larger steps."""
+config/compilation.py). A larger step launches every kernel from the host."""
 RESERVE_GB = 2.7
-"""GPU memory for activations and graphs: 0.7 x 80 GB minus weights and KV cache in FP8-RL's
-capacities (arXiv 2601.18150: 249,952 tokens of Qwen3-8B in BF16)."""
+"""GPU memory for activations and graphs: the rest of 0.7 x 80 GB beside weights and KV cache in FP8-RL's capacities
+(arXiv 2601.18150: 249,952 tokens of Qwen3-8B in BF16)."""
 DFLASH_LAYERS = 5
 """Layers of z-lab/Qwen3-8B-DFlash, which shares the policy's output head."""
 EAGLE_VOCAB = 32_000
@@ -42,48 +42,47 @@ EAGLE_VOCAB = 32_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Unknowns of the roofline, as `python -m benchmarks plan --fit` fits it on the fitting half of the published
-    cells."""
+    """Parameters beyond the roofline, fitted on the fitting half of the published cells."""
 
     memory_efficiency: float = 0.87
-    """Achieved share of the peak bandwidth."""
+    """Share of the peak bandwidth."""
     compute_efficiency: float = 0.687
-    """Achieved share of the peak in matrix products of many tokens."""
+    """Share of the peak in matrix products of many tokens."""
     knee: float = 1.64
     """Exponent of the smooth maximum of reading and computing: 3 makes it 2^(1/3) = 1.26 of either where both are
     equal."""
     layer_s: float = 1.72e-05
     """Latency of one layer inside a captured graph."""
     eager_layer_s: float = 0.00139
-    """Latency of one layer outside of a graph."""
+    """Latency of one layer outside a graph."""
     request_s: float = 8.49e-06
     """Host time per request and step."""
     sampler_passes: float = 5.49
     """Reads and writes of a token's logits to sample or verify it."""
     draft_pass_s: float = 0.00075
-    """Latency of one pass of a learned drafter, in addition to reads and products."""
+    """Latency of one pass of a learned drafter, in addition to the roofline."""
     ngram_request_s: float = 0.000512
-    """Host time to search an n-gram of one request; the search also prevents asynchronous scheduling."""
+    """Host time to look up an n-gram for one request; it also blocks asynchronous scheduling."""
     all_reduce_s: float = 1.03e-05
     """Latency of one."""
     learner_efficiency: float = 0.412
-    """Achieved share of the peak in the learner's forward and backward passes, waits included."""
+    """Share of the peak in the learner, waits included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """Work of one choice of the selector."""
+    """One draft length."""
 
     verified: int
-    """Tokens per request in the policy's step, including the bonus token."""
+    """Tokens per request in the policy's step, the undrafted token included."""
     passes: float
     """Sequential passes of the drafter."""
     width: int
     """Tokens per request in a pass."""
     first_width: int = 0
-    """Additional tokens in the first pass: EAGLE reads all verified tokens."""
+    """Extra tokens in the first pass: EAGLE reads all verified tokens."""
     alpha: float
-    """Accepted length: mean tokens emitted by a step."""
+    """Accepted length: mean tokens per step."""
 
 
 PLAIN = Draft(verified=1, passes=0, width=0, alpha=1.0)
@@ -91,12 +90,12 @@ DrafterKind = Literal["eagle3", "dflash", "ngram", "history", "tree"]
 
 
 def accepted_length(acceptance: float, k: int) -> float:
-    """Return 1 + h + ... + h^k: each position is accepted with probability h after accepted positions."""
+    """Return 1 + h + ... + h^k: each position is accepted with probability h if all before it were."""
     return sum(acceptance**j for j in range(k + 1))
 
 
 def acceptance_of(alpha: float, k: int) -> float:
-    """Return the h at which `accepted_length` is alpha."""
+    """Invert `accepted_length`."""
     if not 1 <= alpha <= k + 1:
         raise ValueError(f"acceptance: got accepted length {alpha} at draft length {k}; must be between 1 and {k + 1}")
     low, high = 0.0, 1.0
@@ -107,7 +106,7 @@ def acceptance_of(alpha: float, k: int) -> float:
 
 
 def drafts(kind: DrafterKind, *, alpha: float, at: int, longest: int) -> dict[int, Draft]:
-    """Return every draft length of a drafter with accepted length `alpha` at draft length `at`."""
+    """Return all draft lengths of a drafter with accepted length `alpha` at draft length `at`."""
     acceptance = acceptance_of(alpha, at)
     found = {0: PLAIN}
     for k in range(1, longest + 1):
@@ -120,18 +119,18 @@ def drafts(kind: DrafterKind, *, alpha: float, at: int, longest: int) -> dict[in
 
 
 class StepModel(Protocol):
-    """Step times and capacity of a simulated engine."""
+    """Step times of a simulated engine."""
 
     @property
     def options(self) -> Mapping[int, Draft]: ...
 
     @property
     def capacity_tokens(self) -> float:
-        """Return the tokens that fit into the KV cache."""
+        """KV cache size in tokens."""
         ...
 
     def step_s(self, num_requests: int, k: int, context: float) -> float:
-        """Return the seconds of a step with drafts of length k; `context` is the mean over requests."""
+        """Return seconds of a step that verifies and makes drafts of length k; `context` is the mean over requests."""
         ...
 
     def prefill_s(self, num_tokens: float) -> float: ...
@@ -145,12 +144,12 @@ class EngineModel:
     shape: ModelShape
     tensor_parallel: int = 1
     expert_parallel: bool = False
-    """Each expert is on one GPU: all-to-all of tokens instead of all-reduce."""
+    """Place each expert whole on one GPU: all-to-all of tokens instead of all-reduce."""
     weights: Precision = "bf16"
     kv_cache: Precision = "bf16"
     drafter: DrafterKind | None = None
     draft_vocab: int | None = None
-    """Vocabulary of a learned drafter's output head; by default the kind's."""
+    """Output vocabulary of a learned drafter. If None, the default of its kind."""
     options: Mapping[int, Draft] = field(default_factory=lambda: {0: PLAIN})
     memory_utilization: float = 0.85
     graph_tokens: float = GRAPH_TOKENS
@@ -180,11 +179,7 @@ class EngineModel:
         return room / (self.shape.kv_bytes_per_token(self.kv_cache) * copies)
 
     def step_s(self, num_requests: int, k: int, context: float) -> float:
-        key = (
-            num_requests,
-            k,
-            round(log(max(context, 1.0)) / 0.03),
-        )  # contexts to 3 %, for cache hits
+        key = (num_requests, k, round(log(max(context, 1.0)) / 0.03))  # round contexts to 3 % for cache hits
         if key not in self._seconds:
             self._seconds[key] = sum(self.parts_s(num_requests, k, exp(key[2] * 0.03)).values())
         return self._seconds[key]
@@ -193,7 +188,7 @@ class EngineModel:
         return self._linear_s(num_tokens) + self._communication_s(num_tokens)
 
     def parts_s(self, num_requests: int, k: int, context: float) -> dict[str, float]:
-        """Return the step's seconds by part."""
+        """Split the step time by cause."""
         draft = self.options[k]
         tokens = num_requests * draft.verified
         eager = tokens > self.graph_tokens
@@ -276,7 +271,7 @@ class EngineModel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredModel:
-    """An engine measured in a cost file; log seconds are interpolated between its points."""
+    """An engine measured by `paceline tune`; log seconds are interpolated between the points of the file."""
 
     costs: Costs
     options: Mapping[int, Draft]
@@ -285,9 +280,9 @@ class MeasuredModel:
 
     @classmethod
     def of(cls, costs: Costs, *, longest: int, prefill_tokens_per_s: float = inf) -> MeasuredModel:
-        """Return the file's accepted lengths; positions beyond the measured ones are assumed equal to the last."""
+        """Read accepted lengths from the file; extrapolate the last position's acceptance."""
         if not costs.acceptance:
-            raise ValueError("costs: got a file without acceptance; must be one that `paceline tune` wrote")
+            raise ValueError("costs: got a file without acceptance; must be written by `paceline tune`")
         options, alpha, survival = {0: PLAIN}, 1.0, 1.0
         for k in range(1, longest + 1):
             survival *= costs.acceptance[min(k, len(costs.acceptance)) - 1]
@@ -312,7 +307,7 @@ class MeasuredModel:
 
     @cached_property
     def _log_curves(self) -> dict[int, tuple[list[float], list[float]]]:
-        """Return log requests and log seconds by draft length."""
+        """Log requests and log seconds by draft length."""
         curves: dict[int, tuple[list[float], list[float]]] = {}
         for point in sorted(self.costs.points, key=lambda point: point.num_requests):
             batches, seconds = curves.setdefault(point.drafted, ([], []))
@@ -322,7 +317,7 @@ class MeasuredModel:
 
 
 def cost_file(model: StepModel, *, batches: tuple[int, ...], context: float) -> Costs:
-    """Return the cost file of such an engine: the prior of a simulated selector."""
+    """Return the cost file of a simulated engine, as the prior of its selector."""
     points = tuple(
         CostPoint(
             num_requests=batch,

@@ -1,8 +1,8 @@
-"""Facts about GPUs and models, with sources.
+"""GPU specifications and model sizes, with sources.
 
-Peaks are dense (without structured sparsity) and per GPU. A model's Hugging Face config.json
-gives the bytes and operations of a forward pass. A mixture of experts reads only the experts of a step's tokens: with E
-experts, e per token and a balanced router, n tokens cover the share 1 - (1 - e/E)^n.
+Peaks are dense (without structured sparsity) and per GPU. A model is described by its Hugging Face config.json, which
+gives the bytes and operations of a forward pass. A mixture of experts reads only the experts that the step's tokens are
+routed to: with a balanced router, E experts and e per token, n tokens cover a share 1 - (1 - e/E)^n.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Gpu:
     name: str
     bf16_tflops: float
     fp8_tflops: float
-    """Equal to bf16_tflops on hardware without FP8, which may still store weights in it."""
+    """Equal to bf16_tflops on hardware without FP8: weights may still be stored in FP8."""
     memory_tb_s: float
     memory_gb: float
     link_gb_s: float
@@ -101,10 +101,9 @@ class ModelShape:
     kv_rank: int = 0
     rope_dim: int = 0
     cached_layers: int | None = None
-    """Layers with a KV cache that grows with the context; the others have a state or window of fixed size. None means
-    all layers."""
+    """Layers with a KV cache that grows with the context; the others have a fixed state or window. None means all."""
     expert_bytes: float | None = None
-    """Bytes of one expert weight in quantized checkpoints; None follows the precision of the run."""
+    """Bytes of one expert weight in a quantised checkpoint. None follows the precision of the run."""
 
     @property
     def attention_params(self) -> float:
@@ -125,15 +124,14 @@ class ModelShape:
 
     @property
     def fixed_params(self) -> float:
-        """Return the parameters read in every step: attention, dense and shared feed-forward layers, output head.
-        Embeddings are looked up."""
+        """Parameters read in every step: attention, dense and shared feed-forward layers, output head."""
         dense = (self.layers - self.moe_layers) * 3.0 * self.hidden * self.intermediate
         shared = self.moe_layers * (3.0 * self.hidden * self.shared_intermediate + self.hidden * self.experts)
         return self.layers * self.attention_params + dense + shared + self.hidden * self.vocab
 
     @property
     def active_params(self) -> float:
-        """Return the parameters in one token's matrix products."""
+        """Parameters multiplied with one token."""
         return self.fixed_params + self.moe_layers * self.experts_per_token * self.expert_params
 
     @property
@@ -168,103 +166,80 @@ class ModelShape:
 
 
 # config.json of each checkpoint on Hugging Face.
-SHAPES: Mapping[str, ModelShape] = {
-    shape.name: shape
-    for shape in (
-        ModelShape(
-            name="Qwen3-8B",
-            hidden=4096,
-            layers=36,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            intermediate=12288,
-            vocab=151936,
-        ),
-        ModelShape(
-            name="Qwen2.5-7B",
-            hidden=3584,
-            layers=28,
-            heads=28,
-            kv_heads=4,
-            head_dim=128,
-            intermediate=18944,
-            vocab=152064,
-        ),
-        ModelShape(
-            name="Qwen2.5-32B",
-            hidden=5120,
-            layers=64,
-            heads=40,
-            kv_heads=8,
-            head_dim=128,
-            intermediate=27648,
-            vocab=152064,
-        ),
-        ModelShape(
-            name="Qwen3-30B-A3B",
-            hidden=2048,
-            layers=48,
-            heads=32,
-            kv_heads=4,
-            head_dim=128,
-            intermediate=6144,
-            vocab=151936,
-            experts=128,
-            experts_per_token=8,
-            expert_intermediate=768,
-        ),
-        ModelShape(
-            name="Qwen3-235B-A22B",
-            hidden=4096,
-            layers=94,
-            heads=64,
-            kv_heads=4,
-            head_dim=128,
-            intermediate=12288,
-            vocab=151936,
-            experts=128,
-            experts_per_token=8,
-            expert_intermediate=1536,
-        ),
-        # Every fourth layer is full attention, the others gated delta nets; one shared expert.
-        ModelShape(
-            name="Qwen3.5-122B-A10B",
-            hidden=3072,
-            layers=48,
-            heads=32,
-            kv_heads=2,
-            head_dim=256,
-            intermediate=9216,
-            vocab=248320,
-            experts=256,
-            experts_per_token=8,
-            expert_intermediate=1024,
-            shared_intermediate=1024,
-            cached_layers=12,
-        ),
-        # Experts in MXFP4 (4 bits and a shared scale of 8 bits for 32); every second layer sees a window of 128 tokens.
-        ModelShape(
-            name="gpt-oss-120b",
-            hidden=2880,
-            layers=36,
-            heads=64,
-            kv_heads=8,
-            head_dim=64,
-            intermediate=2880,
-            vocab=201088,
-            experts=128,
-            experts_per_token=4,
-            expert_intermediate=2880,
-            cached_layers=18,
-            expert_bytes=4.25 / 8,
-        ),
-    )
-}
+_SHAPES = (
+    ModelShape(
+        name="Qwen3-8B", hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936
+    ),
+    ModelShape(
+        name="Qwen2.5-7B", hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064
+    ),
+    ModelShape(
+        name="Qwen2.5-32B", hidden=5120, layers=64, heads=40, kv_heads=8, head_dim=128, intermediate=27648, vocab=152064
+    ),
+    ModelShape(
+        name="Qwen3-30B-A3B",
+        hidden=2048,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        intermediate=6144,
+        vocab=151936,
+        experts=128,
+        experts_per_token=8,
+        expert_intermediate=768,
+    ),
+    ModelShape(
+        name="Qwen3-235B-A22B",
+        hidden=4096,
+        layers=94,
+        heads=64,
+        kv_heads=4,
+        head_dim=128,
+        intermediate=12288,
+        vocab=151936,
+        experts=128,
+        experts_per_token=8,
+        expert_intermediate=1536,
+    ),
+    # Every fourth layer is full attention, the others gated delta nets; one shared expert.
+    ModelShape(
+        name="Qwen3.5-122B-A10B",
+        hidden=3072,
+        layers=48,
+        heads=32,
+        kv_heads=2,
+        head_dim=256,
+        intermediate=9216,
+        vocab=248320,
+        experts=256,
+        experts_per_token=8,
+        expert_intermediate=1024,
+        shared_intermediate=1024,
+        cached_layers=12,
+    ),
+    # Experts in MXFP4 (4 bits and a shared scale of 8 bits for 32); every second layer sees a window of 128 tokens.
+    ModelShape(
+        name="gpt-oss-120b",
+        hidden=2880,
+        layers=36,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        intermediate=2880,
+        vocab=201088,
+        experts=128,
+        experts_per_token=4,
+        expert_intermediate=2880,
+        cached_layers=18,
+        expert_bytes=4.25 / 8,
+    ),
+)
+SHAPES: Mapping[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
 
 
 def find_shape(model: str) -> ModelShape:
-    """Read a config.json or a directory with one, or look up a known name."""
+    """Read a config.json (or a directory with one), or look up a known model by name."""
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
@@ -280,12 +255,12 @@ def find_shape(model: str) -> ModelShape:
     raise ValueError(
         f"model: got {model!r}; must be a Hugging Face config.json, a directory with one, or one of {', '.join(SHAPES)}"
         + (f"; did you mean {near[0]}?" if near else "")
-        + " (of any other model: download its config.json and give the path)"
+        + " (for any other model, download its config.json and give the path)"
     )
 
 
 def shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """Read a Hugging Face config: Llama, Qwen, Mixtral, DeepSeek and similar. Multimodal models have a text_config."""
+    """Read a Hugging Face config of the Llama, Qwen, Mixtral or DeepSeek families, or the text_config inside."""
     config = {**config, **config.get("text_config", {})}
 
     def number(*keys: str, default: float | None = None) -> float:

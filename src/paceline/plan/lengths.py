@@ -1,7 +1,7 @@
 """Response lengths: from a run's metrics.jsonl, a file or histogram, or log-normal by mean and maximum.
 
-Every batch gets the same quantiles of the distribution in a different order, so that plans do not differ by chance. The
-longest response of a batch of N is the quantile 1 - 1/(2N).
+Every batch gets the same quantiles of the distribution in its own order, so two plans differ only by their inputs, not
+by random draws. The longest response of a batch of N is the quantile 1 - 1/(2N).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from paceline.metrics import stream_metrics
 from paceline.types import RolloutRequest
 
 SIGMA = 1.0
-"""Deviation of log length if only mean and maximum are given: the 75th percentile of reasoning rollouts is about
-twice the median (arXiv 2511.16665, figure 1)."""
+"""Deviation of log length if only mean and maximum are given: the 75th percentile of reasoning rollouts is about twice
+the median (arXiv 2511.16665, figure 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Lengths:
         return int(self.values[-1])
 
     def scaled(self, factor: float) -> Lengths:
-        """Return scaled lengths with the same maximum."""
+        """Scale all lengths but the maximum."""
         values = np.clip(self.values * factor, 1, self.values[-1])
         return Lengths(values=values, source=f"{self.source} x {factor:g}")
 
@@ -48,7 +48,7 @@ class Lengths:
         return np.maximum(self.values[places.astype(np.int64)], 1).round().astype(np.int64)
 
     def by_request(self, num_groups: int, group_size: int, seed: int = 0) -> Callable[[RolloutRequest], int]:
-        """Return the length of each rollout in batches of `num_groups` groups, numbered through all batches."""
+        """Return the length of each request; group ids count through all batches."""
         lengths = self.of_batch(num_groups * group_size)
         orders: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
 
@@ -78,7 +78,7 @@ def lognormal(mean: float, maximum: int, sigma: float = SIGMA) -> Lengths:
 
 
 def read_lengths(text: str) -> Lengths:
-    """Parse `MEAN/MAX` (a log-normal), or read a file: metrics.jsonl of a run, a JSON list, or lines of `length` or
+    """Parse `MEAN/MAX` as a log-normal, or read a file: metrics.jsonl of a run, a JSON list, or lines of `length` or
     `length count`."""
     path = Path(text)
     if path.is_file():

@@ -1,7 +1,7 @@
-"""A plan's question, and how its GPUs are divided between engines and learner.
+"""Inputs of a plan, and the division of its GPUs between engines and learner.
 
-Engines and learner have separate GPUs, as in `paceline train`. They take turns in synchronous runs and work at the same
-time in asynchronous runs, so each arm gets its best division of the GPUs.
+Engines and learner have separate GPUs, as in `paceline train`. They take turns in a synchronous run and work at once in
+asynchronous training, so each arm gets the division with its shortest step.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from paceline.plan.run_model import Scenario
 from paceline.selector.cost_file import Costs
 
 FROZEN_LENGTH, TRAINED_LENGTH, NGRAM_LENGTH = 2.64, 2.80, 2.26
-"""Accepted length with k = 3, means of RL-Zero and RL-Think in arXiv 2604.26779: a public EAGLE-3,
-frozen (2.88 and 2.40) and trained during the run (3.04 and 2.55); n-grams (2.47 and 2.05). A drafter trained for the
-policy's domain reached 3.32 and 2.77."""
+"""Accepted length with k = 3, means of RL-Zero and RL-Think in arXiv 2604.26779: EAGLE-3 of another domain, frozen
+(2.88 and 2.40) and trained online (3.04 and 2.55); n-grams (2.47 and 2.05). A drafter trained for the policy's domain
+reached 3.32 and 2.77."""
 AT = 3
-"""Draft length of stated accepted lengths."""
+"""Draft length of all accepted lengths here."""
 LONGEST = 7
 SYNC_GB_S = 20.0
-"""Bandwidth of one GPU's share of the weights between nodes: 400 Gb/s; broadcasts reach less than half."""
+"""Bandwidth per GPU of a broadcast between nodes: less than half of 400 Gb/s."""
 LEARNER_BYTES = 18.0
-"""Bytes for each weight of the policy: FP32 master, two moments and gradient, BF16 copy."""
+"""Bytes per parameter: FP32 master, two moments and gradient, BF16 copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Model, cluster, batch and lengths of a plan."""
+    """Model, cluster, batch and response lengths."""
 
     shape: ModelShape
     gpu: Gpu
@@ -51,7 +51,7 @@ class Question:
     costs: Costs | None = None
     """Measured step times of one engine, instead of the roofline."""
     fp8_costs: Costs | None = None
-    """The same in FP8; without it, a plan from measured BF16 times leaves FP8 out."""
+    """Step times in FP8. Without them, measured plans have no FP8 arm."""
     constants: Constants = Constants()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
@@ -62,12 +62,12 @@ class Question:
         if not self.accepted_length <= self.trained_length <= AT + 1:
             raise ValueError(
                 f"accepted length: got {self.accepted_length} frozen and {self.trained_length} trained; must be at "
-                f"most {AT + 1} (drafts of {AT} and the token that comes free), and trained not below frozen"
+                f"most {AT + 1} (drafts of {AT} and one token of the policy), and trained not below frozen"
             )
 
     @property
     def has_training(self) -> bool:
-        """True if the plan has a drafter to train and a model of its cost."""
+        """Whether drafter training can be planned: a learned drafter and no measured costs."""
         return self.costs is None and self.drafter in ("eagle3", "dflash")
 
     @property
@@ -87,7 +87,7 @@ class Layout:
 def engine_model(
     question: Question, tensor_parallel: int, *, alpha: float | None, precision: Precision = "bf16"
 ) -> StepModel:
-    """Return the step model of one engine with accepted length `alpha`, or without speculation."""
+    """Return the step model of one engine. If `alpha`, the accepted length, is None, it does not speculate."""
     costs = question.fp8_costs if precision == "fp8" else question.costs
     if costs is not None:
         measured = MeasuredModel.of(costs, longest=LONGEST)
@@ -106,8 +106,7 @@ def engine_model(
 
 
 def tensor_parallel(question: Question) -> int:
-    """Return the fewest GPUs of one engine that hold the policy and the contexts of 16 usual requests and the longest
-    request."""
+    """Return the fewest GPUs that hold the policy and the contexts of 16 usual requests and of the longest."""
     if question.tensor_parallel is not None:
         return question.tensor_parallel
     wanted = max(
@@ -131,7 +130,7 @@ def tensor_parallel(question: Question) -> int:
 
 
 def layouts(question: Question) -> list[Layout]:
-    """Return divisions of the GPUs that fit: the learner's GPUs hold its state."""
+    """Return the divisions of the GPUs in which the learner's state fits."""
     size = tensor_parallel(question)
     need = LEARNER_BYTES * question.shape.total_params / (0.75 * question.gpu.memory_gb * 1e9)
     least = question.learner_gpus or 2 ** max(math.ceil(math.log2(max(need, 1.0))), 0)
@@ -175,7 +174,8 @@ def scenario(
 
 
 def _estimate_s(question: Question, layout: Layout, *, gain: float, max_age: int) -> float:
-    """Estimate the seconds of a step without simulation: tokens over rate, or the longest response."""
+    """Estimate the seconds of a step without simulation, to choose a layout: tokens over rate, or the longest
+    response."""
     plain = scenario(question, layout, alpha=None, precision="bf16", max_age=max_age)
     batch = min(max(question.num_rollouts // layout.num_engines, 1), question.max_num_seqs)
     context = question.prompt_tokens + question.lengths.mean / 2

@@ -1,4 +1,4 @@
-"""A plan's recommended settings as a config that `paceline train` accepts, and a config as a plan's question."""
+"""Turn a plan into a config for `paceline train`, and a request into a plan's question."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from paceline.plan.request import Request
 from paceline.selector.cost_file import Costs, load_costs
 
 PAYS = 1.05
-"""Levers with a smaller speedup are left out."""
+"""Smallest speed-up for which a lever is recommended."""
 
 
 def question_of(asked: Request) -> Question:
-    """Resolve a request; a TOML config instead of a model supplies the other values."""
+    """Resolve a request. A TOML config instead of a model gives the defaults."""
     model, tensor_parallel = asked.model, asked.tensor_parallel
     rollout: RolloutConfig | None = None
     if model.endswith(".toml"):
@@ -58,7 +58,7 @@ def question_of(asked: Request) -> Question:
 
 
 def _costs(files: Sequence[Path]) -> tuple[Costs | None, Costs | None]:
-    """Read cost files; return the BF16 and the FP8 file."""
+    """Read cost files; return BF16 and FP8 costs."""
     found: dict[bool, Costs] = {}
     for file in files:
         costs = load_costs(file)
@@ -68,14 +68,12 @@ def _costs(files: Sequence[Path]) -> tuple[Costs | None, Costs | None]:
             )
         found[costs.is_fp8] = costs
     if True in found and False not in found:
-        raise ValueError(
-            f"costs: got {files[0]}, measured in FP8; must come with one of BF16, which it is compared with"
-        )
+        raise ValueError(f"costs: got {files[0]}, measured in FP8; must come with a BF16 file for comparison")
     return found.get(False), found.get(True)
 
 
 def recommended(found: Answer) -> str:
-    """Return TOML with comments for values to fill in and for unsupported features."""
+    """Return TOML, with a comment where the user has to fill something in."""
     question = found.question
     max_age = question.max_age if found.speedup("asynchrony") >= PAYS else 0
     arm = found.arms["asynchrony" if max_age else "plain"]
@@ -115,11 +113,8 @@ def recommended(found: Answer) -> str:
     if speculates:
         lines += _speculation(found)
     if question.has_fp8 and found.speedup("FP8") >= PAYS:
-        lines += [
-            "",
-            f"# FP8 weights and KV cache would gain {found.speedup('FP8'):.2f} times; docs/support.md says where they "
-            "run.",
-        ]
+        gain = found.speedup("FP8")
+        lines += ["", f"# FP8 weights and KV cache would gain {gain:.2f} times; docs/support.md says where they run."]
     return "\n".join(lines) + "\n"
 
 
@@ -130,7 +125,7 @@ def _speculation(found: Answer) -> list[str]:
         lines.append('path = "drafter"  # paceline draft train MODEL --data prompts.jsonl --out drafter')
     if found.question.has_training:
         gain = found.speedup("idle-worker drafting")
-        mode = f'mode = "off"  # "idle" would make it {gain:.2f} times plain, where docs/support.md says that it runs'
+        mode = f'mode = "off"  # "idle" would make it {gain:.2f} times plain; see docs/support.md'
         lines += ["", "[speculation.training]", mode]
     return lines
 
@@ -140,7 +135,7 @@ def _round_up(number: int, to: int = 256) -> int:
 
 
 def check(toml: str) -> Config:
-    """Return the config as `paceline train` reads it; raise if it is invalid."""
+    """Read the config as `paceline train` does."""
     return Config.model_validate(tomllib.loads(toml))
 
 

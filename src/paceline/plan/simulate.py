@@ -1,7 +1,7 @@
 """Simulated engines, learner and weight wire on a virtual clock, for the real loop.
 
 Loop, fleet and ledger are real; engine, learner and wire only take time. When nothing can run, the clock jumps to the
-next timer, so a simulated hour of a thousand engines costs only its bookkeeping.
+next timer, so an hour of a thousand engines costs only its bookkeeping.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Selector that moves the clock to the next timer instead of sleeping. The clock stops while threads work."""
+    """Advances the clock to the next timer instead of sleeping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop with simulated time()."""
+    """Asyncio loop with simulated time()."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
@@ -92,7 +92,7 @@ class SimulatedEngine:
     max_num_seqs: int
     seconds_per_token: float
     lose_at_s: float | None = None
-    """Time at which the engine dies like a killed process, with its running requests."""
+    """Time at which the engine dies with its requests."""
     policy_version: int = 0
     _running: dict[RolloutId, asyncio.TimerHandle] = field(default_factory=dict)
     _waiting: list[RolloutRequest] = field(default_factory=list)
@@ -170,7 +170,7 @@ _ZERO = {np.int32: np.zeros(1, np.int32), np.float32: np.zeros(1, np.float32)}
 
 
 def _zeros(length: int, dtype: type[Any]) -> Any:
-    """One zero seen many times: contents of simulated rollouts are never read, only their lengths."""
+    """Return one broadcast zero: only lengths of simulated rollouts are read."""
     return np.broadcast_to(_ZERO[dtype], length)
 
 
@@ -185,10 +185,10 @@ def finished_rollout(
     drafts: tuple[int, int, int] = (0, 0, 0),
     num_logp: int | None = None,
 ) -> Rollout:
-    """A rollout without content that ends now; `drafts`: verifications, drafted and accepted tokens. The loop
-    compares every log-probability with the learner's, which for millions of zeros takes longer than all else:
-    `num_logp` makes them fewer. Which tokens came between two pushes is not simulated: the last one alone counts as
-    drawn by `version_end`."""
+    """Return a rollout without content that ends now. `drafts` are verifications, drafted and accepted tokens.
+
+    `num_logp` limits the log-probabilities: the loop compares each with the learner's, which would dominate the cost of
+    a simulation. Only the last token counts as sampled by `version_end`."""
     spans = ((version, length - 1), (version_end, 1)) if length > 1 and version_end > version else ((version, length),)
     return Rollout(
         group_id=request.group_id,
@@ -209,7 +209,7 @@ def finished_rollout(
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedLearner:
-    """Learner that takes time in proportion to tokens."""
+    """Takes time proportional to the number of tokens."""
 
     seconds_per_token: float = 0.0
 
@@ -247,7 +247,7 @@ class SimulatedLearner:
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedSender:
-    """Wire with pushes that reach every live engine after `seconds`."""
+    """Delivers a push to every engine after `seconds`."""
 
     engines: Sequence[SimulatedEngine]
     seconds: float = 0.0
@@ -263,7 +263,7 @@ class SimulatedSender:
 
 
 def simulated_prompts(num_tokens: int = 16) -> Iterator[Prompt]:
-    """Yield prompts without content, infinitely."""
+    """Infinite iterator of empty prompts."""
     token_ids: Tokens = np.zeros(num_tokens, np.int32)
     index = 0
     while True:
@@ -272,14 +272,14 @@ def simulated_prompts(num_tokens: int = 16) -> Iterator[Prompt]:
 
 
 async def score_by_parity(groups: Sequence[Group]) -> list[list[float]]:
-    """Return rewards that alternate between 0 and 1, so that every group has a gradient."""
+    """Return alternating rewards 0 and 1, so every group has a gradient."""
     return [[float(rollout.index % 2) for rollout in group.rollouts] for group in groups]
 
 
 def long_tailed_lengths(
     seed: int, *, median: float = 70.0, sigma: float = 0.8, maximum: int = 640
 ) -> Callable[[RolloutRequest], int]:
-    """Return log-normal lengths like the arena's; a rollout has the same length on every engine."""
+    """Return log-normal lengths as in the arena; a rollout has the same length on every engine."""
     table = np.clip(np.random.default_rng(seed).lognormal(np.log(median), sigma, 65536), 1, maximum).astype(int)
 
     def length_of(request: RolloutRequest) -> int:

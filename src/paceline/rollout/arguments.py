@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.config.gpu import refuse_fp8_on_gpu
 from paceline.fp8 import ROUTERS
-from paceline.rollout.internals.amx import has_amx
-from paceline.rollout.internals.platform import on_cpu
+from paceline.rollout.internals.platform import has_amx, on_cpu
 from paceline.rollout.sampler import refuse_lossy
 from paceline.rollout.speculation import (
     FP8_WEIGHTS,
@@ -32,11 +31,10 @@ if TYPE_CHECKING:
 def engine_args(
     model_path: Path, config: EngineConfig, seed: int, speculation: SpeculationConfig | None = None
 ) -> AsyncEngineArgs:
-    """The settings of one engine."""
+    """Return vLLM's arguments for one engine."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    # Fills in what other hosts leave unset (hosts.py). Here the config decides, and the plain engine of a comparison
-    # stays plain.
+    # PACELINE fills in arguments of other hosts (hosts.py). Here the config decides.
     os.environ.pop("PACELINE", None)
     cpu, fp8 = on_cpu(), config.weights == "fp8"
     compiles = config.compiles(gpu=not cpu)
@@ -57,27 +55,27 @@ def engine_args(
         kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) if cpu else None,
         gpu_memory_utilization=config.gpu_memory_utilization,
         quantization=FP8_WEIGHTS if fp8 else None,
-        # Besides what vLLM leaves alone by itself: embeddings, norms and the output head.
+        # In addition to vLLM's own exceptions: embeddings, norms and the output head.
         quantization_config={"ignore": [f"*.{router}" for router in ROUTERS]} if fp8 else None,
         kv_cache_dtype="fp8" if config.kv_cache == "fp8" else "auto",
         enable_sleep_mode=not cpu,
-        # The rollouts of a group share their prompt. What was cached changes how the rest is computed, in the last bit.
+        # Rollouts of a group share their prompt. Cached prefixes change the last bit of results.
         enable_prefix_caching=not config.deterministic,
-        # Only whole blocks are shared, and vLLM's 128 tokens on the CPU are more than many prompts have. Its kernels
-        # for the CPU want multiples of 32.
+        # Only whole blocks are shared, and vLLM's default of 128 tokens on CPUs exceeds many prompts. Its CPU kernels
+        # need multiples of 32.
         block_size=32 if cpu else None,
-        # On the CPU, vLLM 0.32 dies ("CPU Generator does not use offset") when the prefill of a seeded request is cut
-        # in two.
+        # On the CPU, vLLM 0.32 crashes ("CPU Generator does not use offset") if the prefill of a seeded request is
+        # split.
         enable_chunked_prefill=not cpu,
         max_num_batched_tokens=max(2048, config.max_model_len) if cpu else None,
-        logprobs_mode="processed_logprobs",  # the default is before temperature: not what tokens were drawn from
-        generation_config="vllm",  # a checkpoint's own top_p or penalties would change the distribution behind our back
+        logprobs_mode="processed_logprobs",  # the default is before temperature
+        generation_config="vllm",  # ignore top_p and penalties of the checkpoint: they change the distribution
         weight_transfer_config=cast("Any", {"backend": "paceline"}),
         worker_extension_cls="paceline.rollout.worker.WorkerExtension",
         disable_log_stats=True,  # vLLM's own loggers; ours stays
     )
     if speculation is not None:
-        # Without graphs, the scheduler may use every draft length.
+        # Without graphs, the scheduler may use any draft length.
         plan = None if cpu or not compiles else graph_plan(speculation, config)
         args.speculative_config = speculative_config(speculation, config, plan)
         refuse_lossy(args.speculative_config)
@@ -90,10 +88,9 @@ def engine_args(
 
 
 def _executor(config: EngineConfig) -> str | None:
-    """What runs the workers; None where the choice stays vLLM's."""
+    """Return the executor, None for vLLM's default."""
     if config.tensor_parallel_size > 1:
-        # Inside a placement group vLLM would choose its Ray executor, which refuses a bundle of several GPUs; ours hold
-        # all GPUs of an engine.
+        # Inside a placement group vLLM's default is its Ray executor, which refuses our bundles of several GPUs.
         return "mp"
     return "paceline.rollout.internals.executor.InProcessExecutor" if on_cpu() else None
 
@@ -113,7 +110,7 @@ def _refuse_fp8_weights(config: EngineConfig, speculation: SpeculationConfig | N
 
 
 def sampling_params(request: RolloutRequest, stop_token_ids: Sequence[int]) -> SamplingParams:
-    """The sampling parameters of one request."""
+    """Return vLLM's sampling parameters of one request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -122,7 +119,7 @@ def sampling_params(request: RolloutRequest, stop_token_ids: Sequence[int]) -> S
         max_tokens=request.max_tokens,
         seed=request.seed,
         stop_token_ids=list(stop_token_ids),
-        logprobs=0,  # of the sampled token and no other
+        logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -130,39 +127,37 @@ def sampling_params(request: RolloutRequest, stop_token_ids: Sequence[int]) -> S
 
 
 def leave_sampler_stock() -> None:
-    """Let vLLM load our plugin without the one that mends its sampler, here and in its processes."""
+    """Have vLLM load our plugin without the sampler fix, in this process and its children."""
     os.environ["VLLM_PLUGINS"] = "paceline"
 
 
 def set_environment(config: EngineConfig, cpus: Sequence[int] | None, *, core_in_process: bool = False) -> None:
-    """Set what vLLM's processes inherit; vLLM reads some of it when it is imported."""
+    """Set the environment of vLLM's processes; vLLM reads parts of it on import."""
     if core_in_process:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["DO_NOT_TRACK"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(config.start_deadline_s) + 1)
-    # A worker on the CPU does not end when it is asked to; after this long vLLM makes it end, in time to tidy up behind
-    # it.
+    # CPU workers ignore the shutdown request; vLLM kills them after this time and can still clean up.
     os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if cpus is None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     else:
         _bind_threads(cpus, config.tensor_parallel_size)
-    if on_cpu():  # asked last: it imports a part of vLLM
-        # vLLM cannot read back on the CPU what it compiled ahead of time and would compile at every start; its other
-        # cache works.
+    if on_cpu():  # last: it imports a part of vLLM
+        # On the CPU vLLM cannot load ahead-of-time compiled code and recompiles at every start; its other cache works.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
 def _bind_threads(cpus: Sequence[int], num_workers: int) -> None:
-    """Give each worker the same number of cores, and leave the rest."""
+    """Give each worker the same number of cores."""
     per_worker = len(cpus) // num_workers
     if not per_worker:
         raise ValueError(
             f"cpus: got {len(cpus)} for tensor_parallel_size {num_workers}; must be at least as many because each "
-            "worker needs a core of its own"
+            "worker needs its own core"
         )
     shares = [cpus[rank * per_worker :][:per_worker] for rank in range(num_workers)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
@@ -170,7 +165,7 @@ def _bind_threads(cpus: Sequence[int], num_workers: int) -> None:
 
 
 def end_tokens(model_path: Path) -> list[int]:
-    """End-of-sequence ids of a checkpoint. Without a tokenizer vLLM does not look for them."""
+    """Return the end-of-sequence ids of a checkpoint: vLLM does not read them without a tokenizer."""
     for file in (model_path / "generation_config.json", model_path / "config.json"):
         if file.is_file():
             end = json.loads(file.read_text()).get("eos_token_id")

@@ -1,12 +1,12 @@
-"""Calls of ours that every engine with our scheduler answers, in any host: by name, through vLLM's `collective_rpc`.
+"""Calls answered by every engine with our scheduler, in any host, by name through vLLM's `collective_rpc`.
 
-    llm.collective_rpc(PUSH, args=(push.to_dict(),))                         in the process that has the engine
+    llm.collective_rpc(PUSH, args=(push.to_dict(),))                         in the engine's process
     POST /collective_rpc {"method": "paceline_push", "args": [push]}         vLLM's server, VLLM_SERVER_DEV_MODE=1
     POST /paceline/calls {"method": "paceline_push", "args": [push]}         the same without it (endpoint.py)
 
 They need no `worker_extension_cls`, which hosts use themselves, and no weight-transfer backend
-(`internals/engine_core.py`). Arguments and answers are plain data: JSON carries them. Importing this module takes
-nothing of vLLM: whoever calls imports it too.
+(`internals/engine_core.py`). Arguments and answers are plain JSON data. Callers import this module too, so it must not
+import vLLM.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ COUNTERS = "paceline_counters"
 workers."""
 NAMES = (PUSH, DRAFTER, COUNTERS)
 ENDPOINT = "/paceline/calls"
-"""Where a server with our endpoint takes them."""
+"""Path of our endpoint."""
 NOT_THERE = (
-    "the engine does not know calls of Paceline: its scheduler must be Paceline's, which PACELINE=speculation.toml "
-    "sees to (docs/hosts.md)"
+    "the engine does not know Paceline's calls: it must have Paceline's scheduler, which PACELINE=speculation.toml "
+    "sets (docs/hosts.md)"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDrafter:
-    """The drafter of an engine, as one of its workers knows it."""
+    """Drafter of an engine, as reported by a worker."""
 
     problem: str | None
-    """Why it cannot take new weights; None if it can."""
+    """Why it cannot take new weights, None if it can."""
     checkpoint: str = ""
-    """Where the engine has loaded it from."""
+    """Its checkpoint directory."""
     kind: str = ""
-    """vLLM's name for it, such as eagle3."""
+    """vLLM's method name, such as eagle3."""
     draft_length: int = 0
-    """Most tokens that it drafts."""
+    """Maximum draft length."""
 
 
 def push(worker: Any, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,14 +54,14 @@ def push(worker: Any, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_asleep(worker: Any, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuse a push without touching memory, which is not there in sleep. Runs in the worker."""
+    """Refuse a push to a sleeping engine, which has no memory to write. Runs in the worker."""
     from paceline.weights.message import PushReport
 
     return PushReport(version=message["version"], refused="the engine is asleep: wake its weights up first").to_dict()
 
 
 def describe_drafter(worker: Any) -> dict[str, Any]:
-    """Tell which drafter this is. Runs in the worker."""
+    """Describe the drafter. Runs in the worker."""
     from paceline.rollout.receiver import drafter_problem
     from paceline.weights.check import inventory
 
@@ -81,9 +81,9 @@ def describe_drafter(worker: Any) -> dict[str, Any]:
 
 
 AWAKE: Mapping[str, Callable[..., Any]] = {PUSH: push, DRAFTER: describe_drafter}
-"""What a name stands for in the workers."""
+"""Functions of the names in the workers."""
 ASLEEP: Mapping[str, Callable[..., Any]] = {PUSH: refuse_asleep, DRAFTER: describe_drafter}
 
 
 def _unwrapped(worker: Any) -> Any:
-    return getattr(worker, "worker", worker)  # vLLM passes the wrapper that it keeps the worker in
+    return getattr(worker, "worker", worker)  # vLLM passes the worker's wrapper

@@ -1,7 +1,7 @@
-"""Counters of an engine: vLLM's statistics of every step, and what the chosen draft lengths brought.
+"""Counters of an engine: vLLM's statistics of every step, and results of the chosen draft lengths.
 
-All of them are totals since the engine's start, so a reader that misses an answer misses nothing; rates and shares are
-made by the reader, from differences (`orchestrator/engine_counters.py`).
+All are totals since the engine's start, so a lost answer loses nothing. Readers compute rates and shares from
+differences (`orchestrator/engine_counters.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ MOST_BINS = 256
 RECENT_S = 10.0
 ALARM_VERIFICATIONS = 256
 ALIVE, DEAD = 0.2, 0.05
-"""Accepted tokens per verification, over so many, from which on a drafter is at work, and below which it is not."""
+"""Accepted tokens per verification above which a drafter counts as alive, and below which as dead."""
 _STEPS_AT = "selector/steps_at_k"
 
 
 class EngineCounters:
-    """vLLM's statistics of each step, summed. Given to vLLM as its stat logger: it sees tokens that FINAL_ONLY hides
-    from us."""
+    """Sums of vLLM's statistics. As vLLM's stat logger it sees tokens that FINAL_ONLY hides from us."""
 
     def __init__(self) -> None:
         self._heard_s = time.monotonic()
@@ -38,14 +37,14 @@ class EngineCounters:
         self._kv_usage_max = 0.0
 
     def touch(self) -> None:
-        """Start the wait for the next token here."""
+        """Restart the wait for the next token."""
         self._heard_s = time.monotonic()
 
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_s
 
     def read(self) -> dict[str, float]:
-        """Totals and present values by metric key; `engine/kv_usage_max` is the maximum since the last call."""
+        """Return totals and gauges by metric key; `engine/kv_usage_max` is the maximum since the last call."""
         highest, self._kv_usage_max = max(self._kv_usage_max, self._now["kv_usage"]), self._now["kv_usage"]
         values = self._totals | self._now | {"kv_usage_max": highest}
         return {f"engine/{key}": value for key, value in values.items()}
@@ -67,17 +66,17 @@ class EngineCounters:
             self._kv_usage_max = max(self._kv_usage_max, self._now["kv_usage"])
 
     def log(self) -> None:
-        """vLLM asks for a log line; the numbers leave through `read` instead."""
+        """Required by vLLM; `read` returns the numbers instead."""
 
     def log_engine_initialized(self) -> None:
-        """As above."""
+        """Required by vLLM."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """As above."""
+        """Required by vLLM."""
 
 
 class DraftCounters:
-    """Draft lengths of a scheduler's steps, and what they brought, against what the selector expected of them."""
+    """Draft lengths of a scheduler's steps, with expected and measured results."""
 
     def __init__(self, max_draft_length: int) -> None:
         self._steps_at = [0] * (max_draft_length + 1)
@@ -85,12 +84,13 @@ class DraftCounters:
         self._verifications = self._accepted = 0
 
     def add(self, step: Step, expected_rate: float | None) -> None:
-        """`expected_rate`: tokens per second that the selector expected of the draft length that this step verifies."""
+        """Count a step. `expected_rate` is the selector's prediction for its verified draft length, in tokens per
+        second."""
         self._steps_at[min(step.drafted, len(self._steps_at) - 1)] += 1
         self._step_s += step.seconds
         self._verifications += step.num_verifications
         self._accepted += step.num_accepted
-        # A step that also computes prompts is not what the selector's rate is about.
+        # The selector predicts steps without prefill only.
         if expected_rate is not None and not step.num_prefill_tokens:
             self._predicted_s += step.seconds
             self._expected_tokens += expected_rate * step.seconds
@@ -108,13 +108,13 @@ class DraftCounters:
 
 
 class Recent:
-    """Means over the last seconds, made from totals: for readers that have no training step to take means over."""
+    """Means over the last seconds, from totals, for readers without training steps."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Mapping[str, float]]] = deque([(float("-inf"), {})])
 
     def means(self, now_s: float, totals: Mapping[str, float]) -> dict[str, float]:
-        """What happened since the last call that is RECENT_S old, under the keys of metrics.jsonl."""
+        """Return means over the last RECENT_S, under the keys of metrics.jsonl."""
         self._seen.append((now_s, totals))
         while self._seen[1][0] <= now_s - RECENT_S:
             self._seen.popleft()
@@ -135,8 +135,8 @@ class Recent:
 
 
 class AcceptanceAlarm:
-    """Tells once that a drafter is dead: drafts were accepted, and now hardly any is. One that never was any good is no
-    alarm: it may be about to be trained."""
+    """Detects a sudden drop of acceptance, once. A drafter that was never accepted raises no alarm: it may be in
+    training."""
 
     def __init__(self) -> None:
         self.num_alarms = 0
@@ -144,7 +144,7 @@ class AcceptanceAlarm:
         self._verifications = self._accepted = 0
 
     def add(self, step: Step) -> bool:
-        """Whether the drafter was found dead in this step."""
+        """Return whether this step raises the alarm."""
         self._verifications += step.num_verifications
         self._accepted += step.num_accepted
         if self._verifications < ALARM_VERIFICATIONS:
@@ -158,15 +158,14 @@ class AcceptanceAlarm:
 
 
 class Timeline:
-    """Draft length, acceptance and batch size in bins of time, bounded: when there are too many bins, each two become
-    one."""
+    """Draft length, acceptance and batch size in a bounded number of time bins: too many are merged in pairs."""
 
     def __init__(self) -> None:
         self._width_s = BIN_S
         self._bins: dict[int, list[float]] = {}
 
     def add(self, now_s: float, step: Step) -> None:
-        """`now_s` is on the machine-wide monotonic clock, which rollouts are timed by as well."""
+        """Add a step. `now_s` is on the machine's monotonic clock, as the times of rollouts."""
         new = (1, step.drafted, step.num_verifications, step.num_accepted, step.num_requests)
         self._merge(self._bins, int(now_s // self._width_s), new)
         if len(self._bins) > MOST_BINS:
@@ -176,7 +175,7 @@ class Timeline:
             self._bins, self._width_s = wider, 2 * self._width_s
 
     def take(self) -> list[list[float]]:
-        """Rows in the order of `types.DraftBin`'s fields, those since the last call."""
+        """Return and clear the rows since the last call, in the order of `types.DraftBin`'s fields."""
         rows = [[number * self._width_s, self._width_s, *row] for number, row in sorted(self._bins.items())]
         self._bins, self._width_s = {}, BIN_S
         return rows

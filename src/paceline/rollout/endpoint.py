@@ -1,10 +1,10 @@
-"""An endpoint of ours in vLLM's API server, for servers that shall not expose /collective_rpc to everybody.
+"""Endpoint in vLLM's API server for Paceline's calls, for servers that must not expose /collective_rpc.
 
     vllm serve MODEL --middleware paceline.rollout.endpoint.CallsEndpoint
     POST /paceline/calls {"method": "paceline_push", "args": [push]}         Authorization: Bearer TOKEN
 
-It passes on calls of ours (calls.py) and nothing else, for whoever can read the token (`files.shared_token`): processes
-of the server's user on the server's machine, which are the only ones whose weights the engine can map.
+It accepts the calls in calls.py only, with a token (`files.shared_token`) that only processes of the server's user on
+the same machine can read. Only these can share weights with the engine anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class CallsEndpoint:
-    """ASGI middleware: answers at ENDPOINT, and passes everything else on."""
+    """ASGI middleware that answers at ENDPOINT and passes on everything else."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -41,7 +41,7 @@ async def _answer(request: Request) -> tuple[int, dict[str, object]]:
     """Return HTTP status and body."""
     given = request.headers.get("Authorization", "").encode()
     if not secrets.compare_digest(given, f"Bearer {shared_token()}".encode()):
-        return 401, {"error": "the token is not the one that the server's user has on this machine"}
+        return 401, {"error": "wrong token; must be the token of the server's user on this machine"}
     try:
         body = await request.json()
         method, args = body["method"], tuple(body.get("args", ()))
@@ -51,5 +51,5 @@ async def _answer(request: Request) -> tuple[int, dict[str, object]]:
         return 400, {"error": f"method: got {method!r}; must be one of {', '.join(NAMES)}"}
     try:
         return 200, {"results": await engine_of(request.app).collective_rpc(method, args=args)}
-    except Exception as error:  # noqa: BLE001  told to whoever asked, who counts it
+    except Exception as error:  # noqa: BLE001  returned to the caller
         return 500, {"error": str(error) or repr(error)}

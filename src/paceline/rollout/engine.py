@@ -1,15 +1,14 @@
-"""Our side of one vLLM engine: requests in, finished rollouts out, a deadline on everything.
+"""One vLLM engine: requests in, finished rollouts out, a deadline on everything.
 
-    submit ──▶ AsyncLLM ──zmq──▶ EngineCore ── worker(s)       processes of vLLM's own, children of this one
+    submit ──▶ AsyncLLM ──zmq──▶ EngineCore ── worker(s)       vLLM's processes, children of this one
                   │
     collect ◀── finished rollouts, each exactly once
 
-An engine is either good or lost, and a lost one stays lost: every method raises the same EngineLostError from then on,
-and the owner closes it and sends its requests elsewhere. It is lost when vLLM says so, when a call does not answer in
-time, when it owes an answer and its processes stand still (pulse.py: a frozen EngineCore passes vLLM's own health
-check), when requests are in flight and no token comes for `progress_deadline_s`, and when vLLM gives up on a request
-that `abort` did not name: then the engine is being torn down, and dropping the request silently would leave its group
-incomplete for ever.
+A lost engine stays lost: every method raises the same EngineLostError, and the owner closes it and sends its requests
+elsewhere. An engine is lost if vLLM reports it dead, if a call misses its deadline, if it owes an answer and its
+processes are frozen (pulse.py: vLLM's own health check does not notice), if requests are in flight without a token for
+`progress_deadline_s`, or if vLLM drops a request without `abort`: the engine is then shutting down, and a silently
+dropped request would leave its group incomplete.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from paceline.config import EngineConfig, SpeculationConfig
 from paceline.rollout.arguments import end_tokens, engine_args, leave_sampler_stock, sampling_params, set_environment
 from paceline.rollout.counters import EngineCounters
 from paceline.rollout.internals import requests as vllm_requests
-from paceline.rollout.internals import scheduler_door
+from paceline.rollout.internals import scheduler_calls
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.internals.shutdown import shut_down
 from paceline.rollout.internals.version import check_version
@@ -48,13 +47,13 @@ T = TypeVar("T")
 
 _CLOSE_DEADLINE_S = 10.0
 _TRANSFERS = frozenset({"receive_push", "init_weight_transfer_engine"})
-"""Calls that move a whole policy or wait for all who take part in that: they have the deadline of a push."""
-# vLLM reads the environment while it starts an engine, and a second engine in the same process may want another one.
+"""Calls with the deadline of a push: they move a whole policy or wait for all participants."""
+# vLLM reads the environment at start, and engines of one process may need different ones.
 _START_LOCK = threading.Lock()
 
 
 class VllmEngine:
-    """Implements `types.Engine`. All of it runs on the event loop that `start` ran on."""
+    """Implements `types.Engine`, on the event loop of `start`."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class VllmEngine:
         self._processes: list[psutil.Process] = []
         self._pulse = Pulse(lambda: vitals_of(self._processes))
         self._num_calls = 0
-        """Calls under way. They have deadlines of their own, and may wait for others: a push waits for the learner."""
+        """Pending calls. They have their own deadlines and may wait for others: a push waits for the learner."""
         self._ping: asyncio.Task[None] | None = None
         self._in_flight: dict[asyncio.Task[None], RolloutId] = {}
         self._finished: list[Rollout] = []
@@ -105,8 +104,7 @@ class VllmEngine:
         """Start vLLM's processes and wait until they can generate.
 
         `cpus` pins the workers' threads; None leaves them free. `adjust` may change vLLM's arguments before the engine
-        is built. `stock_sampler` leaves vLLM's sampler as it is even where it is known to be wrong, to show that
-        certify finds it.
+        is built. `stock_sampler` keeps vLLM's sampler even if it is known to be wrong, to test certify.
         """
         path = Path(model_path)
         stop_token_ids = end_tokens(path)
@@ -118,7 +116,7 @@ class VllmEngine:
         try:
             llm = await asyncio.wait_for(building, config.start_deadline_s)
         except (TimeoutError, asyncio.CancelledError) as error:
-            _kill(_descendants(strangers))  # or the thread that waits for them would hold the program's end up
+            _kill(_descendants(strangers))  # or the waiting thread would delay exit
             if isinstance(error, asyncio.CancelledError):
                 raise
             raise EngineLostError(name, f"did not start within {config.start_deadline_s:.0f} s") from None
@@ -139,8 +137,7 @@ class VllmEngine:
         return engine
 
     async def heartbeat(self) -> None:
-        """Raise EngineLostError if the engine is gone. One without work is asked for an answer, which the next call
-        looks for."""
+        """Raise EngineLostError if the engine is lost. Ping an idle engine; the next call checks the answer."""
         self._check_alive()
         if not self._in_flight and not self._num_calls and self._ping is None:
             self._ping = asyncio.create_task(self._ask_for_life())
@@ -172,7 +169,7 @@ class VllmEngine:
         unwanted = set(ids)
         found = {task: one for task, one in self._in_flight.items() if one in unwanted}
         for task in found:
-            task.cancel()  # before vLLM answers it with an abort, which would be taken for the engine's end
+            task.cancel()  # or vLLM's abort would count as an engine failure
         await self._call("abort", vllm_requests.abort(self._llm, list(found.values())))
 
     async def pause(self) -> None:
@@ -185,7 +182,7 @@ class VllmEngine:
         self._paused = False
 
     async def sleep(self) -> None:
-        """Give memory back, on a GPU. The CPU backend of vLLM cannot, so there this only pauses."""
+        """Free GPU memory. vLLM's CPU backend cannot, so there this only pauses."""
         if self._in_flight:
             raise PacelineError(
                 f"engine {self.name}: cannot sleep with {len(self._in_flight)} requests, which would lose their KV "
@@ -203,51 +200,49 @@ class VllmEngine:
             await self._call("wake", self._llm.wake_up())
 
     async def set_draft_limit(self, limit: int | None) -> None:
-        """Draft at most `limit` tokens from the next step on; 0 stops speculation, None leaves the choice to the
-        selector."""
+        """Draft at most `limit` tokens from the next step; 0 stops speculation, None removes the limit."""
         if self._speculates:
-            await self._call("set_draft_limit", scheduler_door.call(self._llm, "set_draft_limit", limit))
+            await self._call("set_draft_limit", scheduler_calls.call(self._llm, "set_draft_limit", limit))
 
     async def metrics(self) -> Mapping[str, float]:
-        """Totals since the start by metric key. An engine that is too slow to answer is not given up for that."""
+        """Return totals since the start by metric key. A late answer does not lose the engine."""
         self._check_alive()
         found = self._counters.read()
         if self._speculates:
             chosen, drafters = await self._ask(
-                scheduler_door.call(self._llm, "counters"), self._llm.collective_rpc("drafter_counters")
+                scheduler_calls.call(self._llm, "counters"), self._llm.collective_rpc("drafter_counters")
             )
             found |= chosen
-            for drafter in drafters:  # one for each worker
+            for drafter in drafters:  # one per worker
                 for key, value in drafter.items():
                     found[f"history/{key}"] = found.get(f"history/{key}", 0.0) + value
         return found
 
     async def take_timeline(self) -> Sequence[DraftBin]:
-        """Draft lengths over time since the last call; nothing from an engine that does not speculate."""
+        """Return draft lengths over time since the last call; empty without speculation."""
         self._check_alive()
         if not self._speculates:
             return ()
-        (rows,) = await self._ask(scheduler_door.call(self._llm, "take_timeline"))
+        (rows,) = await self._ask(scheduler_calls.call(self._llm, "take_timeline"))
         return [DraftBin(*row) for row in rows]
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `worker.WorkerExtension` (or of vLLM's worker) on every worker; answers in order of rank."""
+        """Call a method of `worker.WorkerExtension` or vLLM's worker on all workers; return answers by rank."""
         deadline_s = self.config.push_deadline_s if method in _TRANSFERS else None
         return await self._call(method, self._llm.collective_rpc(method, args=args), deadline_s)
 
     async def receive(self, push: Push) -> Receipt:
-        """Apply one push of weights; the wire and its guarantees are in `paceline.weights`."""
+        """Apply a push of weights; see `paceline.weights` for its guarantees."""
         from paceline.weights.deliver import deliver
 
         return await deliver(self, push)
 
     async def on_new_weights(self, version: int) -> None:
-        """Tell the engine that its workers hold `version` now.
+        """Label new tokens with `version` and drop cached prefixes of the old policy.
 
-        Cached prefixes were computed by the old policy. Requests in flight hold such blocks too, and then vLLM can only
-        drop them by computing those requests' KV cache anew; their tokens so far and the version of each token stay as
-        they are. Where the config says not to, only these requests go on with the old blocks: new ones have another
-        cache salt and do not find them.
+        If requests in flight hold such blocks, vLLM can drop them only by recomputing the requests' KV cache; their
+        tokens and versions do not change. Without `recompute_kv_at_sync` these requests keep the old blocks, and new
+        requests cannot use them because they have another cache salt.
         """
         reset = await self._call("reset_prefix_cache", self._llm.reset_prefix_cache())
         if not reset and self.config.recompute_kv_at_sync:
@@ -262,7 +257,7 @@ class VllmEngine:
         for task in (*self._in_flight, *([] if self._ping is None else [self._ping])):
             task.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
-        with suppress(TimeoutError):  # what is left of it is killed next
+        with suppress(TimeoutError):  # survivors are killed below
             await asyncio.wait_for(shut_down(llm, _CLOSE_DEADLINE_S / 2), _CLOSE_DEADLINE_S)
         await asyncio.to_thread(_kill, self._processes)
 
@@ -293,8 +288,8 @@ class VllmEngine:
             rollout = await vllm_requests.finished(
                 self.name, request, outputs, started_s, version=lambda: self.policy_version
             )
-            self._finished.append(rollout)  # after the wait: `collect` puts another list in its place meanwhile
-        except Exception as error:  # noqa: BLE001  whatever ends a request without a rollout ends the engine
+            self._finished.append(rollout)  # after the wait: `collect` replaces the list
+        except Exception as error:  # noqa: BLE001  any request without a rollout loses the engine
             self._lose(f"request {request.id} failed: {error!r}")
         self._news.set()
 
@@ -315,18 +310,18 @@ class VllmEngine:
         self._counters.touch()
         try:
             await self._llm.collective_rpc("paceline_processes")
-        except Exception as error:  # noqa: BLE001  no error is foreseen in this call, so the engine is not sound
+        except Exception as error:  # noqa: BLE001  any error means an unsound engine
             self._lose(f"its workers do not answer: {error!r}")
         finally:
             self._counters.touch()
             self._ping = None
 
     async def _ask(self, *answers: Coroutine[Any, Any, Any]) -> list[Any]:
-        """Answers that only a metric depends on: without them the engine is as good as before."""
+        """Await answers needed for metrics only: a timeout does not lose the engine."""
         try:
             return await asyncio.wait_for(asyncio.gather(*answers), self.config.call_deadline_s)
         except TimeoutError:
-            raise PacelineError(f"engine {self.name} did not tell its counters in time") from None
+            raise PacelineError(f"engine {self.name} did not report its counters in time") from None
 
     def _lose(self, why: str) -> EngineLostError:
         if self._lost is None:
@@ -361,7 +356,7 @@ def _build(
     adjust: Callable[[AsyncEngineArgs], None] | None,
     stock_sampler: bool,
 ) -> AsyncLLM:
-    """Blocks until EngineCore is ready; runs in a thread, so that the deadline can be kept."""
+    """Block until EngineCore is ready. Runs in a thread, so `start` can keep its deadline."""
     with _START_LOCK:
         set_environment(config, cpus)
         if stock_sampler:
@@ -377,20 +372,19 @@ def _build(
 
 
 def _descendants(strangers: Collection[int | None]) -> list[psutil.Process]:
-    """Children of this process that are not among `strangers`, with their own children."""
+    """Return children of this process that are not in `strangers`, with their descendants."""
     found: list[psutil.Process] = []
     for child in multiprocessing.active_children():
         if child.pid in strangers:
             continue
-        with suppress(psutil.NoSuchProcess):  # it may end while we look
+        with suppress(psutil.NoSuchProcess):  # it may end meanwhile
             process = psutil.Process(child.pid)
             found += [*process.children(recursive=True), process]
     return found
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
-    """End processes for certain; returns when they are gone. psutil tells a process from a later one with the same
-    id."""
+    """Kill processes and wait until they are gone. psutil recognizes reused process ids."""
     for process in processes:
         try:
             process.kill()

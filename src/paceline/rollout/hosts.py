@@ -1,10 +1,10 @@
-"""What the variable PACELINE fills in of a host's engine arguments, and why. vLLM is not needed to ask.
+"""Engine arguments that the variable PACELINE fills in for a host, with reasons. Does not need vLLM.
 
     fill({"model": "Qwen/Qwen3-8B", "max_model_len": 8192}, "speculation.toml").arguments
         {"speculative_config": ..., "scheduler_cls": ..., "additional_config": {"paceline": ...}}
 
-`plugin.py` sets them in an engine, `paceline explain` prints them. Nothing that the host set is changed. What is found
-wrong here is left out, because it would end the host's engine later: a drafter may fail, a rollout may not.
+`plugin.py` sets them in an engine, `paceline explain` prints them. The host's own arguments are never changed. Settings
+with an error are left out, because they would stop the host's engine later.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ AUTO = "auto"
 _MTP_LENGTH = 3
 """Longest draft from MTP heads. A head is trained for one position; each reuse lowers acceptance."""
 _MAX_NUM_SEQS = 256
-"""Batches that are planned for where the host leaves `max_num_seqs` to vLLM."""
+"""Planned batch size if the host leaves `max_num_seqs` to vLLM."""
 _SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 _GRAPHS = ("cudagraph_capture_sizes", "compilation_config")
 _HISTORY_NEEDS = ("numba", "xxhash")
@@ -57,16 +57,16 @@ class Filling:
     arguments: dict[str, Any]
     reasons: tuple[str, ...]
     refused: bool = False
-    """Whether nothing is filled in because something is wrong."""
+    """Whether an error prevents filling in anything."""
 
     def line(self, setting: str) -> str:
-        """Return names and reasons on one line, for a log."""
+        """Format names and reasons as one log line."""
         reasons = "; ".join(self.reasons).replace("\n", "; ")
         return f"{VARIABLE}={setting} fills in {', '.join(self.arguments) or 'nothing'}: {reasons}"
 
 
 def given(arguments: Any) -> dict[str, Any]:
-    """Arguments that the host set in a dataclass of them: those that differ from their default, and the model."""
+    """Return the arguments set by the host: the model, and values other than the default."""
     found: dict[str, Any] = {}
     for field in fields(arguments):
         value = getattr(arguments, field.name)
@@ -88,9 +88,9 @@ def fill(
     """Return what a setting (the path of a TOML file with a section [speculation], or AUTO) adds to the host's
     arguments.
 
-    Add no speculation without a `sound_sampler`, which would sample from a wrong distribution, and no drafter with
-    weights that would be a dummy like the policy, because it does not `drafter_loads_apart`. `last_block_stays`:
-    whether vLLM knows KEEP_LAST_BLOCK.
+    Without a `sound_sampler`, add no speculation: it would sample from a wrong distribution. Unless
+    `drafter_loads_apart`, add no learned drafter to a policy with dummy weights. `last_block_stays` means that vLLM
+    has KEEP_LAST_BLOCK.
     """
     if reason := _why_nothing(given):
         return Filling(arguments={}, reasons=(reason,))
@@ -108,11 +108,11 @@ def fill(
             return _beside_speculation(given, speculation)
         if not sound_sampler:
             raise ValueError(
-                "vLLM's sampler is wrong under speculation, and the plugin paceline_sampler did not mend it"
+                "vLLM's sampler is wrong under speculation, and the plugin paceline_sampler did not fix it"
             )
         fixed = _why_fixed(given)
         if fixed and setting == AUTO:
-            raise ValueError(f"MTP heads may cost more than they gain where the draft length is not chosen: {fixed}")
+            raise ValueError(f"MTP heads may cost more than they gain if the draft length is not chosen: {fixed}")
         has_weights = isinstance(speculation.drafter, LearnedDrafter | VllmDrafter)
         dummy = has_weights and given.get("load_format") == "dummy"
         if dummy and not drafter_loads_apart:
@@ -125,7 +125,7 @@ def fill(
         if not last_block_stays:
             filling.arguments["speculative_config"].pop(KEEP_LAST_BLOCK, None)
         return filling
-    except Exception as error:  # noqa: BLE001  whatever is wrong with file or drafter, the host's engine starts
+    except Exception as error:  # noqa: BLE001  the host's engine must start
         return Filling(arguments={}, reasons=(str(error) or repr(error),), refused=True)
 
 
@@ -145,7 +145,7 @@ def _with_mtp_heads(num_heads: int) -> SpeculationConfig:
 
 def _why_nothing(given: Mapping[str, Any]) -> str | None:
     if given.get("scheduler_cls", SCHEDULER) != SCHEDULER:
-        return f"the host has a scheduler of its own, {given['scheduler_cls']}"
+        return f"the host has its own scheduler, {given['scheduler_cls']}"
     if given.get("runner", "generate") != "generate" or "convert" in given:
         return "the engine does not generate"
     if not isinstance(given.get("additional_config", {}), dict):
@@ -162,13 +162,13 @@ def _why_fixed(given: Mapping[str, Any]) -> str | None:
 
 
 def _beside_speculation(given: Mapping[str, Any], speculation: SpeculationConfig) -> Filling:
-    """Add the scheduler to an engine that speculates as the host says."""
+    """Add the scheduler to an engine with the host's speculation."""
     host = given.get("speculative_config") or {}
     longest = host.get("num_speculative_tokens") or given.get("spec_tokens") or 1
-    build_selector(speculation.selector, max_draft_length=longest, max_num_requests=1)  # raises here, not in the engine
+    build_selector(speculation.selector, max_draft_length=longest, max_num_requests=1)  # raise here, not in the engine
     reasons = ["the host's own speculation stays"]
     if host.get("enable_adaptive_verification"):
-        reasons.append("vLLM's adaptive verification stays on and trims what is drafted")
+        reasons.append("vLLM's adaptive verification stays on and trims drafts")
     settings = {"selector": speculation.selector.model_dump(mode="json")}
     return _filling(given, {}, settings, [*reasons, _chooser(speculation, _why_fixed(given) or why_whole(host))])
 
@@ -176,7 +176,7 @@ def _beside_speculation(given: Mapping[str, Any], speculation: SpeculationConfig
 def _with_speculation(
     given: Mapping[str, Any], speculation: SpeculationConfig, engine: EngineConfig, *, on_gpu: bool, fixed: str | None
 ) -> Filling:
-    """Add drafter, scheduler and, on a GPU, the graphs for its draft lengths."""
+    """Add drafter, scheduler and, on a GPU, CUDA graphs for its draft lengths."""
     drafter, longest = speculation.drafter, speculation.max_draft_length
     _check(given, speculation, engine)
     plan = graph_plan(speculation, engine) if on_gpu and not given.get("enforce_eager") else None
@@ -185,25 +185,25 @@ def _with_speculation(
     chooser = _chooser(speculation, fixed or why_whole(vllm))
     reasons = [f"drafter {drafter.kind}, up to {longest} tokens", chooser]
     if fixed:
-        vllm.pop("num_speculative_tokens_per_batch_size", None)  # names lengths for graphs; vLLM would draft by it
+        vllm.pop("num_speculative_tokens_per_batch_size", None)  # vLLM would draft by it
     elif plan is not None and not any(name in given for name in _GRAPHS):
         arguments["cudagraph_capture_sizes"] = plan.capture_sizes
     if isinstance(drafter, LearnedDrafter | VllmDrafter) and given.get("load_format") == "dummy":
         vllm.setdefault("draft_load_config", {"load_format": "auto"})
-        reasons.append("the drafter's weights come from its checkpoint, though the policy's are dummies")
+        reasons.append("the drafter loads its checkpoint, although the policy has dummy weights")
     if speculation.training.mode != "off":
         reasons.append("speculation.training has no effect in other hosts")
     return _filling(given, arguments, scheduler_settings(speculation, plan), reasons)
 
 
 def _chooser(speculation: SpeculationConfig, fixed: str | None) -> str:
-    return f"the draft length is left to vLLM, because {fixed}" if fixed else f"selector {speculation.selector.kind}"
+    return f"vLLM keeps its draft length, because {fixed}" if fixed else f"selector {speculation.selector.kind}"
 
 
 def _filling(
     given: Mapping[str, Any], arguments: dict[str, Any], settings: dict[str, Any], reasons: list[str]
 ) -> Filling:
-    """Add scheduler and settings; those that the host has given stay."""
+    """Add scheduler and settings, except those of the host."""
     host = given.get("additional_config", {})
     if "scheduler_cls" not in given:
         arguments["scheduler_cls"] = SCHEDULER
@@ -213,11 +213,11 @@ def _filling(
 
 
 def _check(given: Mapping[str, Any], speculation: SpeculationConfig, engine: EngineConfig) -> None:
-    """Raise here what would otherwise end the engine, or be drafted in vain."""
+    """Raise errors that would otherwise stop the engine, or make drafts useless."""
     build_selector(
         speculation.selector, max_draft_length=speculation.max_draft_length, max_num_requests=engine.max_num_seqs
     )
-    # Not imported: vLLM's CPU worker, which may start in this process, stumbles over numba (sampler_fix.py).
+    # Not imported: numba breaks vLLM's CPU worker, which may start in this process (sampler_fix.py).
     missing = [name for name in _HISTORY_NEEDS if find_spec(name) is None]
     if isinstance(speculation.drafter, HistoryDrafter) and missing:
         raise ValueError(f"drafter history needs {' and '.join(missing)}: pip install 'paceline[train]'")
@@ -226,7 +226,7 @@ def _check(given: Mapping[str, Any], speculation: SpeculationConfig, engine: Eng
 
         policy = _policy(given)
         length = given.get("max_model_len") or 0
-        if length <= 0:  # vLLM's: what the policy allows
+        if length <= 0:  # vLLM's default: the policy's maximum
             length = policy_config(policy)["max_position_embeddings"]
         check_drafter(speculation, policy, engine.model_copy(update={"max_model_len": length}))
 

@@ -1,12 +1,11 @@
-"""Entry points `vllm.general_plugins`: vLLM calls them in every process that it starts, ours or not.
+"""Entry points `vllm.general_plugins`: vLLM calls them in every process, of our engines and others.
 
-Two, because vLLM's own VLLM_PLUGINS can leave one out: `VLLM_PLUGINS=paceline` is the stock sampler, which certify must
+There are two so that VLLM_PLUGINS can disable one: `VLLM_PLUGINS=paceline` keeps the stock sampler, which certify must
 find wrong.
 
-vLLM does not catch what a plugin raises, so an error in here would end engines that have nothing to do with Paceline.
-None gets out, nothing is done in a vLLM that this release does not know, importing this module needs the standard
-library only, and each plugin says once per process what it did. Our own engines ask for what they need
-(`VllmEngine._check_sampler`, `check_version`).
+vLLM does not catch errors of plugins, so an error here would stop engines unrelated to Paceline. Plugins therefore
+never raise, do nothing in an unsupported vLLM, import only the standard library at first, and log once per process what
+they did. Our own engines check their needs themselves (`VllmEngine._check_sampler`, `check_version`).
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger("vllm.plugins.paceline")
-"""Below vLLM's logger, whose level and handler hold for it."""
+"""Child of vLLM's logger, with its level and handler."""
 _BACKEND = "paceline"
-"""As `weight_transfer_config` spells it."""
+"""Name in `weight_transfer_config`."""
 _said: set[str] = set()
 
 
 def register() -> None:
-    """Initialise AMX, make the weight wire known to vLLM, and fill engine arguments in if PACELINE is set. Without that
-    variable it changes nothing for an engine that does not name the wire."""
+    """Initialise AMX, register the weight-transfer backend, and fill in engine arguments if PACELINE is set. Without
+    the variable, engines that do not name the backend are unaffected."""
     _run("paceline", _initialise_amx, _register_backend, _watch_arguments)
 
 
 def mend() -> None:
-    """Make speculation sound where this vLLM's sampler is not."""
+    """Fix vLLM's sampler if it is wrong under speculation."""
     _run("paceline_sampler", _mend_sampler)
 
 
 def _run(plugin: str, *steps: Callable[[], str]) -> None:
-    """Take each step though another fails: it costs that feature, not the host's engine."""
+    """Run all steps. A failed step disables one feature, not the host's engine."""
     level, said = logging.INFO, list[str]()
     try:
         import vllm
@@ -44,7 +43,7 @@ def _run(plugin: str, *steps: Callable[[], str]) -> None:
 
         known = is_known(vllm.__version__, OLDEST_HOST)
         unknown = f"knows vLLM {KNOWN_HOSTS}, not {vllm.__version__}"
-    except Exception as error:  # noqa: BLE001  whatever this vLLM is, it is not one that we know
+    except Exception as error:  # noqa: BLE001  an unknown vLLM
         known, unknown = False, f"cannot tell which vLLM this is: {error!r}"
     if not known:
         level, said = _level_of_nothing(), [f"nothing done, because Paceline {unknown}"]
@@ -62,14 +61,14 @@ def _level_of_nothing() -> int:
 
 
 def _say(level: int, line: str) -> None:
-    """Log a line once per process: vLLM may call a plugin, and make a config, more than once."""
+    """Log a line once per process: vLLM may call plugins and make configs repeatedly."""
     if line not in _said:
         _said.add(line)
         logger.log(level, line)
 
 
 def _initialise_amx() -> str:
-    from paceline.rollout.internals.amx import initialise_amx
+    from paceline.rollout.internals.platform import initialise_amx
 
     return "AMX initialised" if initialise_amx() else "no AMX"
 
@@ -77,7 +76,7 @@ def _initialise_amx() -> str:
 def _register_backend() -> str:
     import vllm
 
-    from paceline.rollout.internals.registry import register_backend
+    from paceline.rollout.internals.transfer_engine import register_backend
     from paceline.rollout.internals.version import KNOWN, is_known
 
     if not is_known(vllm.__version__):
@@ -103,10 +102,9 @@ def _watch_arguments() -> str:
 
 
 def _fill(arguments: Any) -> dict[str, Any]:
-    """Return what PACELINE sets in vLLM's engine arguments, and say so.
+    """Return the engine arguments that PACELINE sets, and log them.
 
-    The variable is read here and not earlier, because `rollout/arguments.py` removes it for our own engines, which are
-    set by their config."""
+    The variable is read here because `rollout/arguments.py` removes it for our own engines."""
     setting = os.environ.get("PACELINE")
     if not setting:
         return {}

@@ -4,12 +4,11 @@
         "method": "custom_class", "model": "paceline.rollout.proposer.HistoryProposer", "num_speculative_tokens": k
     }
 
-vLLM builds it in the worker and calls `propose` after every step, with rows of tokens and nothing else. It is not told
-how many tokens are wanted: it always drafts `k`, and whoever schedules cuts. Its settings are a
-`config.HistoryDrafter`, under `additional_config["paceline"]["drafter"]`; without them the defaults hold.
+vLLM builds it in the worker and calls `propose` after every step, with rows of tokens only. It always drafts `k`
+tokens; the scheduler cuts them. Its settings are a `config.HistoryDrafter` in
+`additional_config["paceline"]["drafter"]`, with defaults.
 
-A drafter may fail, a rollout may not: whatever goes wrong in here ends in empty drafts, a count and one line in the
-log.
+Errors here must not fail rollouts: they give empty drafts, a counter and one log line.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ logger = init_logger(__name__)
 COUNTERS = (
     "num_proposals",
     "num_rows",
-    "num_matched",  # rows that got a draft
+    "num_matched",  # rows with a draft
     "num_drafted",  # tokens
     "seconds",
-    "full_batch_seconds",  # of these, at a full batch
-    "full_batch_step_seconds",  # from one call to the next, both at a full batch: what a whole step took
+    "full_batch_seconds",  # part of `seconds` at a full batch
+    "full_batch_step_seconds",  # between two calls at a full batch: whole steps
     "failures",
     "shared_rollouts",
     "merged_rollouts",
@@ -64,7 +63,7 @@ class HistoryProposer:
         self._last_full_s: float | None = None
 
     def load_model(self, *_: object) -> None:
-        """vLLM calls it on every drafter; there is no model here."""
+        """Required by vLLM; there is no model."""
 
     def propose(
         self,
@@ -73,19 +72,19 @@ class HistoryProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Up to `num_speculative_tokens` tokens for each row that has sampled."""
+        """Draft up to `num_speculative_tokens` tokens for each row that has sampled."""
         began_s = time.perf_counter()
         try:
             num_sampled = np.fromiter(map(len, sampled_token_ids), np.int64, len(sampled_token_ids))
             drafts = self._history.propose(num_sampled, num_tokens_no_spec, token_ids_cpu)
-        except Exception:  # noqa: BLE001  a drafter may fail, a rollout may not
-            self._fail("the history drafter failed; this step is not drafted for")
+        except Exception:  # noqa: BLE001  an error must not fail rollouts
+            self._fail("the history drafter failed; this step has no drafts")
             drafts = [[] for _ in sampled_token_ids]
         if self._share is not None:
             try:
                 self._exchange(self._share)
-            except Exception:  # noqa: BLE001  a full disk must not take the drafts with it
-                self._fail("the history drafter could not share rollouts; it goes on with its own")
+            except Exception:  # noqa: BLE001  a full disk must not stop drafts
+                self._fail("the history drafter cannot share rollouts; it continues with its own")
         self._counts["num_proposals"] += 1
         self._counts["num_rows"] += len(drafts)
         self._counts["num_matched"] += sum(map(bool, drafts))
@@ -94,7 +93,7 @@ class HistoryProposer:
         return drafts
 
     def counters(self) -> dict[str, float]:
-        """Sums since the start, by the names in COUNTERS, and `broken_files`."""
+        """Return sums since the start by the names in COUNTERS, and `broken_files`."""
         broken = 0.0 if self._share is None else float(self._share.num_broken)
         return self._counts | {"broken_files": broken}
 
@@ -120,12 +119,12 @@ class HistoryProposer:
 
 
 def _settings(additional_config: Any) -> HistoryDrafter:
-    """Plain data from vLLM's side channel, which other plugins may use too."""
+    """Read settings from vLLM's additional_config, which other plugins may use too."""
     return HistoryDrafter.model_validate(own_settings(additional_config).get("drafter", {}))
 
 
 def _build(settings: HistoryDrafter, vllm_config: VllmConfig, vocabulary_size: int) -> History:
-    """Compile now, on an index that is thrown away, rather than in the first steps (numba, about five seconds)."""
+    """Compile on a temporary index, so the first steps need not (numba, about five seconds)."""
     speculative = vllm_config.speculative_config
     assert speculative is not None and speculative.num_speculative_tokens is not None
     max_rows = vllm_config.scheduler_config.max_num_seqs

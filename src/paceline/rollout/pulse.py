@@ -1,11 +1,9 @@
-"""Tells an engine that is frozen from one that is only busy, by what its processes are at.
+"""Detect frozen engines by the CPU time and state of their processes.
 
-A step may take long: a prefill of many thousand tokens, code that is compiled on its first use. No token comes then and
-no call is answered, but a core works on it, or polls for the GPU; on a crowded machine a process waits for its core,
-and on a cold one for the disk. A process that was stopped, or whose threads wait for each other, hardly uses a core and
-does not want one: one that waits looks around now and then, which is a percent of it. So an engine that owes an answer
-is frozen when nothing was heard of it, and none of its processes has computed or wanted to for `STOPPED_S` with one of
-them stopped, for `ASLEEP_S` with all of them asleep. What spins without getting anywhere is left to
+A step may take long (a prefill of many thousand tokens, a first compilation) without tokens or answers. A busy engine
+then uses a core, polls for the GPU, or waits for a core or the disk. A stopped or deadlocked process uses about 1 % of
+a core and is neither running nor in disk sleep. So an engine that owes an answer is frozen if none of its processes has
+been active for `STOPPED_S` with a stopped process, or for `ASLEEP_S` with all asleep. Busy loops are left to
 `rollout.engine.progress_deadline_s`.
 """
 
@@ -18,38 +16,37 @@ from typing import NamedTuple
 import psutil
 
 QUIET_S = 2.0
-"""An answer may take this long before anybody looks at processes, which costs milliseconds."""
+"""Silence before processes are inspected, which costs milliseconds."""
 STOPPED_S = 8.0
 ASLEEP_S = 20.0
-"""Twice what a step sleeps if vLLM's processes miss both its call and its answer: they look for themselves every 5 s
+"""Twice the sleep of a step if vLLM's processes miss both its call and its answer: they recheck every 5 s
 (`SHM_READER_RECHECK_INTERVAL_MS` in its shm_broadcast.py)."""
 COMPUTES_SHARE = 0.05
-"""Share of a core from which on a process counts as computing: far more than one that waits uses."""
+"""Share of a core above which a process counts as computing, far above polling."""
 _SMALLEST_S = 0.05
-"""The system counts in hundredths of a second; less than this in a moment says nothing."""
+"""CPU time is counted in hundredths of a second; smaller differences are noise."""
 _WANTS_TO = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP})
 _STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
 
 
 class Vitals(NamedTuple):
     used_s: float
-    """Time that the process has spent on cores so far."""
+    """CPU time of the process so far."""
     status: str
-    """State of its main thread, as psutil calls it."""
+    """psutil status of its main thread."""
 
 
 class Pulse:
-    """What one engine's processes have been at lately. The caller passes its clock in."""
+    """Recent activity of one engine's processes. The caller passes the time."""
 
     def __init__(self, look: Callable[[], Mapping[int, Vitals]]) -> None:
-        """`look` tells the vitals of the engine's processes, by id."""
+        """`look` returns the vitals of the engine's processes by id."""
         self._look = look
         self._since: tuple[float, Mapping[int, Vitals]] | None = None
-        """When they were last alive, and how they were then; None while there is no reason to look."""
+        """Time and vitals of the last activity, None while the engine answers."""
 
     def frozen(self, *, silent_s: float, now_s: float) -> bool:
-        """Whether the engine, which owes an answer since `silent_s`, has shown no life for too long. To be called every
-        second or two."""
+        """Return whether the engine is frozen, with an answer overdue by `silent_s`. Call every second or two."""
         if silent_s < QUIET_S:
             self._since = None
             return False
@@ -62,13 +59,13 @@ class Pulse:
 
 def _alive(before: Mapping[int, Vitals], now: Mapping[int, Vitals], passed_s: float) -> bool:
     if before.keys() != now.keys():
-        return True  # a compiler has come or gone
+        return True  # a compiler has started or ended
     enough_s = max(_SMALLEST_S, COMPUTES_SHARE * passed_s)
     return any(one.status in _WANTS_TO or one.used_s - before[pid].used_s > enough_s for pid, one in now.items())
 
 
 def vitals_of(processes: Sequence[psutil.Process]) -> dict[int, Vitals]:
-    """How processes are, by id; those included that compile for them."""
+    """Return vitals by process id, children (compilers) included."""
     vitals: dict[int, Vitals] = {}
     for process in processes:
         with suppress(psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
-"""The weight wire as vLLM sees it: backend `paceline`, which checks a whole push before it touches the model.
+"""Receive weights in vLLM's worker: the backend `paceline` checks a whole push before it changes the model.
 
-vLLM keeps one backend per worker, for policy and drafter. Where a host has configured another, or none, ours stands
-beside it (`internals/transfer_engine.py`). The message says which transport its bytes take (`paceline.weights`).
+vLLM keeps one backend per worker, for policy and drafter. If the host configures another or none, ours is kept beside
+it (`internals/transfer_engine.py`). The message names the transport of its bytes (`paceline.weights`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):
-    """Only for the distributed transport: a push through shared memory names its segment."""
+    """Used by the distributed transport only: a push through shared memory names its segment."""
 
     address: dict[str, Any]
     """A `GroupAddress`."""
     first_rank: int
-    """The rank of the engine's first worker."""
+    """Rank of the engine's first worker."""
 
 
 @dataclass
 class PushInfo(WeightTransferUpdateInfo):
-    """A push, and the memory that holds its bytes."""
+    """A push and its bytes."""
 
     push: Push
     memory: torch.Tensor
@@ -62,26 +62,23 @@ class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         super().__init__(*args)
         self.applied: dict[Target, PushReport] = {}
         self.weights_unknown = False
-        """True from before the first byte is written into a model until after the last: a worker that failed in between
-        holds parts of two versions."""
+        """True while a model is being written: a worker that failed in between holds parts of two versions."""
         self._shared_memory = ShmReceiver()
         self._distributed = DistributedReceiver(self.device)
         self._expected: dict[str, Mapping[str, TensorSpec]] = {}
         self._loading: tuple[Push, list[tuple[str, torch.Tensor]], float, float] | None = None
         self.heads: tuple[torch.nn.Module, Any] | None = None
-        """MTP heads that are a part of the policy's checkpoint, and their config: every push of the policy brings
-        them."""
+        """MTP heads in the policy's checkpoint, and their config: every push of the policy updates them."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self._distributed.join(GroupAddress(**init_info.address), init_info.first_rank + self.parallel_config.rank)
 
     def fetch(self, push: Push) -> torch.Tensor:
-        """The bytes of a push."""
+        """Return the bytes of a push."""
         return self._distributed.fetch(push) if push.transport == "distributed" else self._shared_memory.fetch(push)
 
     def start_weight_update(self) -> None:
-        """Nothing yet: vLLM's reload takes the old weights away as it begins, and a refused push must leave them in
-        place."""
+        """Do nothing: vLLM's reload frees the old weights at its start, and a refused push must keep them."""
 
     def receive_weights(self, update_info: PushInfo) -> None:
         push = update_info.push
@@ -104,10 +101,10 @@ class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         push, weights, started_s, verified_s = self._loading
         finish_loading(self.model, self.model_config)
         if self.heads is not None:
-            # vLLM has them use the policy's embedding and output head, which are new by now; the rest is their own.
+            # They use the policy's embedding and output head, which are updated by now.
             load_weights(self.heads[0], weights)
             finish_loading(*self.heads)
-        held = {entry.name: entry.fingerprint for entry in push.entries}  # as found here: `check_push` raises otherwise
+        held = {entry.name: entry.fingerprint for entry in push.entries}  # verified by `check_push`
         if push.kv_scales is not None:
             set_kv_scales(self.model, push.kv_scales)
         if push.target == "policy":
@@ -128,18 +125,18 @@ class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         self._distributed.close()
 
     def _inventory(self) -> Mapping[str, TensorSpec]:
-        checkpoint = self.model_config.model  # the drafter's while the drafter is the target
+        checkpoint = self.model_config.model  # the drafter's if it is the target
         if checkpoint not in self._expected:
             self._expected[checkpoint] = inventory(checkpoint)
         return self._expected[checkpoint]
 
 
 def receive_push(worker: Worker, push: Push) -> PushReport:
-    """Check one push and load it, whatever backend the host has configured. A refusal is an answer and not an error:
-    vLLM's rpc would turn an error into text."""
+    """Check a push and load it, with any backend of the host. Refusals are returned, because vLLM's rpc turns errors
+    into text."""
     receiver = engine_of(worker, PushReceiver)
     try:
-        memory = receiver.fetch(push)  # in any case: a broadcast waits for every worker, also for one that refuses
+        memory = receiver.fetch(push)  # always: a broadcast waits for every worker
         names = {entry.name for entry in push.entries}
         if push.target == "drafter" and (problem := drafter_problem(worker, names)) is not None:
             raise PushRefusedError(f"drafter: {problem}")
@@ -153,16 +150,15 @@ def receive_push(worker: Worker, push: Push) -> PushReport:
 
 
 def applied(worker: Worker) -> Mapping[Target, PushReport]:
-    """What the worker's models hold, as far as pushes brought it. A model that no push has reached holds its
-    checkpoint."""
+    """Return the last push of each model. Models without a push hold their checkpoint."""
     receiver = engine_of(worker, PushReceiver)
     if receiver.weights_unknown:
-        raise PacelineError("a push failed after it had begun to change the model: nobody knows what it holds")
+        raise PacelineError("a push failed while it changed the model: its weights are unknown")
     return receiver.applied
 
 
 def held_fp8(worker: Worker) -> dict[str, str]:
-    """Fingerprints of the policy's quantised layers and KV scales, taken now from the memory that its kernels read."""
+    """Return current fingerprints of the policy's quantised layers and KV scales, from the memory of its kernels."""
     return _held_fp8(worker.get_model())
 
 
@@ -174,19 +170,18 @@ def _heads(worker: Worker) -> tuple[torch.nn.Module, Any] | None:
 
 
 def drafter_problem(worker: Worker, names: Collection[str]) -> str | None:
-    """Why this engine's drafter cannot take weights of these names, if it cannot."""
+    """Return why this engine's drafter cannot take weights of these names, None if it can."""
     speculation = worker.speculative_config
     if speculation is None or speculation.draft_model_config is None or worker.get_draft_model() is None:
-        return "this engine runs without one"
+        return "this engine has none"
     if comes_with_policy(speculation):
-        return "it is a part of the policy's checkpoint, and comes with the policy's pushes"
+        return "it is a part of the policy's checkpoint, and pushes of the policy update it"
     if (problem := reload_problem(speculation.method)) is not None:
         return problem
     if shared := shared_with_policy(worker) & {name.split(".")[0] for name in names}:
         return (
-            f"vLLM shares {', '.join(sorted(shared))} between drafter and policy, because they were equal "
-            "when it loaded them, and a push would overwrite the policy's: start from "
-            "`drafters.checkpoint.with_own_embeddings`"
+            f"vLLM shares {', '.join(sorted(shared))} between drafter and policy, because they were equal at load, and "
+            "a push would overwrite the policy's: start from `drafters.checkpoint.with_own_embeddings`"
         )
     return None
 
@@ -196,6 +191,6 @@ def _held_fp8(model: torch.nn.Module) -> dict[str, str]:
     for name, layer in quantised_layers(model):
         held |= quantised_fingerprints(name, codes_in_order(layer), held_scale(layer))
     for name, copies in held_kv_scales(model).items():
-        # Where the two copies of a scale differ, its fingerprint is neither's.
+        # If the two copies of a scale differ, join their fingerprints: the result matches nothing.
         held[name] = "+".join(sorted({scale_fingerprint(scale) for scale in copies}))
     return held

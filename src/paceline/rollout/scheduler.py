@@ -1,23 +1,22 @@
-"""vLLM's scheduler with a selector in it: the draft length is chosen anew at every engine step.
+"""vLLM's scheduler with a selector that chooses the draft length of every engine step.
 
     vllm serve MODEL --scheduler-cls paceline.rollout.scheduler.AdaptiveScheduler --speculative-config '{...}'
 
-works alone, with no other part of Paceline. Settings, all optional, come through vLLM's `additional_config`:
+works without any other part of Paceline. Settings are optional, in vLLM's `additional_config`:
 
     {"paceline": {"selector": {"kind": "measured"}, "trace": "steps.jsonl"}}
 
-One step, as the scheduler sees it:
+One step in the scheduler:
 
     schedule(t)             selector.choose(batch) = k ──▶ the drafter proposes k tokens at the end of step t
-    update_from_output(t)   what step t - 1 had proposed is accepted or not; selector.observe(seconds, acceptance)
+    update_from_output(t)   proposals of step t - 1 are accepted or rejected; selector.observe(seconds, acceptance)
 
-so the time of a step is that of verifying the drafts of the choice before, and of drafting for the present one. Nothing
-here waits for the device: times are taken where vLLM hands over results anyway. A selector that fails costs speed,
-never a token: the engine goes on without drafts and counts the failure. Where ranks must draft alike
-(`speculation.why_fixed`) or vLLM knows one length only (`why_whole`) nothing is chosen: the draft length is vLLM's,
-which is `num_speculative_tokens` or the host's own table. `counters`, `take_timeline` and `set_draft_limit` are called
-by the engine's owner, through `internals/scheduler_door.py`; what of vLLM's Scheduler is relied upon is said in
-`internals/scheduler.py`.
+So a step's time covers the verification of the previous choice and the drafting of the current one. Nothing here waits
+for the device: times are taken when vLLM delivers results. A failing selector affects speed, never correctness: the
+engine continues without drafts and counts the failure. If ranks must draft alike (`speculation.why_fixed`) or vLLM
+supports one length only (`why_whole`), vLLM keeps its draft length: `num_speculative_tokens` or the host's own table.
+The engine's owner calls `counters`, `take_timeline` and `set_draft_limit` through `internals/scheduler_calls.py`.
+`internals/scheduler.py` lists the parts of vLLM's Scheduler that this relies upon.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from paceline.config import DrafterConfig, MeasuredSelector, Section, SelectorConfig
 from paceline.rollout import calls
 from paceline.rollout.counters import AcceptanceAlarm, DraftCounters, Recent, Timeline
-from paceline.rollout.internals import drafter_survival, engine_core, scheduler_door, stats_passenger
+from paceline.rollout.internals import drafter_survival, engine_core, scheduler_calls, stats_channel
 from paceline.rollout.internals import scheduler as internals
 from paceline.rollout.internals.drafter_model import comes_with_policy, is_learned
 from paceline.rollout.speculation import own_settings, why_fixed, why_whole
@@ -52,38 +51,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_IN_FLIGHT = 64
-_TELL_EVERY_S = 0.5
+_SEND_EVERY_S = 0.5
 _SELECTOR_TOTALS = ("num_probes", "num_switches", "num_acceptance_changes", "num_refused_steps")
 
 
 class SchedulerSettings(Section):
-    """What `additional_config["paceline"]` may hold."""
+    """Content of `additional_config["paceline"]`."""
 
     selector: SelectorConfig = MeasuredSelector()
     drafter: DrafterConfig | None = None
-    """Read by the proposer in the worker; the scheduler has no use for it."""
+    """Read by the proposer in the worker only."""
     draft_lengths: tuple[int, ...] | None = None
-    """Draft lengths that have CUDA graphs; another choice of the selector is rounded down to one of them. None allows
-    all."""
+    """Draft lengths with CUDA graphs; the selector's choice is rounded down to one of them. None allows all."""
     trace: Path | None = None
-    """One JSON line per step is appended here: what was chosen, what it cost, and drafts and tokens of each request."""
+    """File for one JSON line per step: choice, cost, and drafts and tokens of each request."""
 
 
 @dataclass(slots=True)
 class _Begun:
-    """A step that was scheduled and whose results are awaited."""
+    """A scheduled step without results yet."""
 
     output: SchedulerOutput
-    """Kept, so that no later output can have its id."""
+    """Kept so that no later output has its id."""
     started_s: float
     context_tokens: int
     expected_rate: float | None
-    """What the selector expects of the drafts that this step verifies."""
+    """The selector's prediction for the drafts verified in this step."""
 
 
 class AdaptiveScheduler(Scheduler):
-    """Chooses the draft length of every step. Where vLLM schedules asynchronously it makes itself an
-    `AsyncAdaptiveScheduler`: vLLM decides that when it has seen all settings, too late for who names a scheduler."""
+    """Chooses the draft length of every step.
+
+    Becomes an `AsyncAdaptiveScheduler` if vLLM schedules asynchronously: vLLM decides that after the scheduler class is
+    chosen."""
 
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> AdaptiveScheduler:
         ahead = cls is AdaptiveScheduler and vllm_config.scheduler_config.async_scheduling
@@ -91,7 +91,7 @@ class AdaptiveScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        scheduler_door.install()
+        scheduler_calls.install()
         settings = SchedulerSettings.model_validate(own_settings(self.vllm_config.additional_config))
         self.selector: Selector | None = None
         parallel = self.vllm_config.parallel_config
@@ -107,7 +107,7 @@ class AdaptiveScheduler(Scheduler):
         self._draft_limit: int | None = None
         self._drafts = DraftCounters(self.num_spec_tokens)
         self.survival: drafter_survival.DrafterSurvival | None = None
-        """Looks after a learned drafter; EngineCore tells it what is done to weights."""
+        """Keeps a learned drafter across sleep and reloads."""
         engine_core.install()
         if is_learned(speculation):
             self.survival = drafter_survival.DrafterSurvival(
@@ -115,7 +115,7 @@ class AdaptiveScheduler(Scheduler):
             )
         self._alarm = AcceptanceAlarm()
         self._recent = Recent()
-        self._told_s = 0.0
+        self._sent_s = 0.0
         self._timeline = Timeline()
         self._tables = [[k] * (self.max_num_running_reqs + 1) for k in range(self.num_spec_tokens + 1)]
         self._lengths = (0, *(settings.draft_lengths or range(self.num_spec_tokens + 1)))
@@ -124,7 +124,7 @@ class AdaptiveScheduler(Scheduler):
         self._last_update_s = 0.0
         self._trace: TextIO | None = settings.trace.open("a", buffering=1) if settings.trace is not None else None
         if self.num_spec_tokens and self.fixed_because is not None:
-            logger.warning("the draft length is not chosen by Paceline but left to vLLM: %s", self.fixed_because)
+            logger.warning("Paceline leaves the draft length to vLLM: %s", self.fixed_because)
         elif self.num_spec_tokens:
             self.selector = build_selector(
                 settings.selector, max_draft_length=self.num_spec_tokens, max_num_requests=self.max_num_running_reqs
@@ -142,23 +142,23 @@ class AdaptiveScheduler(Scheduler):
         )
 
     def take_timeline(self) -> list[list[float]]:
-        """What was drafted and accepted over time since the last call: rows of `types.DraftBin`."""
+        """Return drafted and accepted tokens over time since the last call, as rows of `types.DraftBin`."""
         return self._timeline.take()
 
     def set_draft_limit(self, limit: int | None) -> None:
-        """Draft at most this many tokens from the next step on; 0 stops speculation, None leaves the choice to the
-        selector. Has no effect where the draft length is left to vLLM."""
+        """Draft at most this many tokens from the next step; 0 stops speculation, None removes the limit. No effect if
+        vLLM keeps its draft length."""
         self._draft_limit = limit
 
     # Called by EngineCore (internals/engine_core.py), for hosts.
 
     def worker_call(self, name: object) -> Callable[..., Any] | None:
-        """What a call of ours does in the workers; None for other calls."""
+        """Return the function of our call in the workers, None for other calls."""
         asleep = self.survival is not None and self.survival.asleep
         return (calls.ASLEEP if asleep else calls.AWAKE).get(name) if isinstance(name, str) else None
 
     def engine_call(self, name: object) -> Callable[[], Any] | None:
-        """What answers a call of ours here, without the workers; None for other calls."""
+        """Return the function of our call that needs no workers, None for other calls."""
         return self._totals if name == calls.COUNTERS else None
 
     # Called by vLLM.
@@ -172,7 +172,7 @@ class AdaptiveScheduler(Scheduler):
             internals.set_draft_length(self, chosen)
         output = super().schedule(throttle_prefills)
         if len(self._begun) > _MOST_IN_FLIGHT:
-            self._begun.clear()  # steps whose results never came
+            self._begun.clear()  # steps without results
         self._begun[id(output)] = _Begun(output, started_s, context_tokens, expected_rate)
         return output
 
@@ -183,8 +183,7 @@ class AdaptiveScheduler(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         now_s = time.monotonic()
         begun = self._begun.pop(id(scheduler_output), None) or _Begun(scheduler_output, now_s, 0, None)
-        # With asynchronous scheduling the next step was scheduled before this one ended; it began when its predecessor
-        # ended.
+        # With asynchronous scheduling a step begins when its predecessor ends, after it was scheduled.
         began_s, self._last_update_s = max(self._last_update_s, begun.started_s), now_s
         if emitted and self.num_spec_tokens:
             step = internals.step(scheduler_output, emitted, begun.context_tokens, now_s - began_s)
@@ -193,11 +192,10 @@ class AdaptiveScheduler(Scheduler):
             self._timeline.add(now_s, step)
             if self.survival is not None and self._alarm.add(step):
                 logger.warning(
-                    "the drafter is dead: its drafts were accepted, and now hardly any is. Its weights were lost, or "
-                    "the policy has left it behind"
+                    "acceptance has dropped suddenly: the drafter's weights were lost, or the policy has moved too far"
                 )
             self._write_trace(step, scheduler_output, emitted)
-            self._tell(outputs, now_s)
+            self._send(outputs, now_s)
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
@@ -218,7 +216,7 @@ class AdaptiveScheduler(Scheduler):
             chosen = max(length for length in self._lengths if length <= chosen)
             self._expected_rate = self.selector.expected_rate() if chosen == wanted else None
             return chosen
-        except Exception:  # noqa: BLE001  whatever it is, rollouts go on; counted as selector/failures
+        except Exception:  # noqa: BLE001  rollouts must continue; counted as selector/failures
             self._selector_failed("choose")
             return 0
 
@@ -230,19 +228,18 @@ class AdaptiveScheduler(Scheduler):
         except Exception:  # noqa: BLE001  as above
             self._selector_failed("observe")
 
-    def _tell(self, outputs: dict[int, EngineCoreOutputs], now_s: float) -> None:
-        """Send the figures along with vLLM's statistics, twice a second and when nothing is left to do."""
-        if now_s < self._told_s + _TELL_EVERY_S and internals.num_requests(self):
+    def _send(self, outputs: dict[int, EngineCoreOutputs], now_s: float) -> None:
+        """Send metrics with vLLM's statistics, twice a second and when the queue is empty."""
+        if now_s < self._sent_s + _SEND_EVERY_S and internals.num_requests(self):
             return
-        self._told_s = now_s
+        self._sent_s = now_s
         try:
-            stats_passenger.board(outputs, self.vllm_config, lambda: self._figures(now_s))
+            stats_channel.encode(outputs, self.vllm_config, lambda: self._figures(now_s))
         except Exception:  # noqa: BLE001  as above
             self._selector_failed("figures")
 
     def _figures(self, now_s: float) -> dict[str, float]:
-        """What Prometheus shows, by metric key: means of the last seconds, what is expected now, and failures since the
-        start."""
+        """Return Prometheus metrics: means of the last seconds, current predictions, and failures since the start."""
         believed = dict(self.selector.figures()) if self.selector is not None else {}
         plain = believed.get("expected_rate/0")
         preferred = believed.get("current", believed.get("chosen", 0.0))
@@ -253,7 +250,7 @@ class AdaptiveScheduler(Scheduler):
         return self._recent.means(now_s, self._drafts.totals()) | gain | drafter | self._failures()
 
     def _totals(self) -> dict[str, float]:
-        """Counters, and the version of the drafter."""
+        """Return counters and the drafter's version."""
         return self.counters() | {"draft/version": float(self.survival.version if self.survival is not None else 0)}
 
     def _failures(self) -> dict[str, float]:
@@ -268,7 +265,7 @@ class AdaptiveScheduler(Scheduler):
         self._num_failures += 1
         if self._num_failures == 1:
             logger.exception(
-                "the selector failed in %s; the engine goes on, without drafts where no choice was made", what
+                "the selector failed in %s; the engine continues, without drafts if no length was chosen", what
             )
 
     def _write_trace(self, step: Step, scheduler_output: SchedulerOutput, emitted: dict[str, int]) -> None:
@@ -276,14 +273,14 @@ class AdaptiveScheduler(Scheduler):
             return
         try:
             self._trace.write(json.dumps(_trace_line(step, scheduler_output, emitted)) + "\n")
-        except OSError as error:  # a full disk costs the trace, not the rollout
-            logger.warning("no more steps are written to the trace: %s", error)
+        except OSError as error:  # a full disk must not fail rollouts
+            logger.warning("the trace of steps ends: %s", error)
             self._num_trace_failures += 1
             self._trace = None
 
 
 class AsyncAdaptiveScheduler(AdaptiveScheduler, AsyncScheduler):
-    """The same where the next step is scheduled before the results of the last are there: GPUs, learned drafters."""
+    """For asynchronous scheduling, as on GPUs with learned drafters."""
 
 
 def _trace_line(step: Step, output: SchedulerOutput, emitted: dict[str, int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Speculation in vLLM's own words: which drafter, which scheduler, which CUDA graphs."""
+"""Translate speculation settings for vLLM: drafter, scheduler, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,42 +22,41 @@ from paceline.config import (
 from paceline.selector.graphs import CapturePlan, GraphMemory, length_table, plan_capture
 
 FP8_WEIGHTS = "fp8_per_block"
-"""vLLM's name for what `fp8.quantise_blocks` does."""
+"""vLLM's name of the quantisation in `fp8.quantise_blocks`."""
 SCHEDULER = "paceline.rollout.scheduler.AdaptiveScheduler"
 KEEP_LAST_BLOCK = "disable_eagle_block_drop"
-"""vLLM's setting, since 0.30, that a request with a learned drafter reuses the last block of a cached prefix too. vLLM
-computes that block again because EAGLE's KV at a position is made with the next token, which may differ after a block.
-Siblings have the same prompt, so theirs never differs, and DFlash's KV is made without it. Elsewhere it costs a draft:
-what is sampled is verified by the policy in any case."""
+"""vLLM's setting, since 0.30, to reuse the last block of a cached prefix with a learned drafter. By default vLLM
+recomputes that block, because EAGLE's KV at a position depends on the next token, which may differ after a block.
+Siblings have the same prompt, so it never differs, and DFlash's KV does not depend on it. Otherwise a draft may be
+worse; outputs are verified in any case."""
 _GRAPH_MEMORY = GraphMemory(per_graph_gb=0.002, per_token_gb=0.00006)
-"""From the captures that vLLM's developers logged (vllm-project/vllm, pull requests 22897 and 23184): about 7 MiB for
-100 tokens, 26 MiB for 450. Not measured by us."""
+"""From captures logged in vLLM's pull requests 22897 and 23184: about 7 MiB for 100 tokens, 26 MiB for 450. Not
+measured by us."""
 
 
 class Unhashed:
-    """Settings in vLLM's `additional_config` that its compile cache does not depend on.
-
-    vLLM hashes a plain dict there, file names included, and then compiles anew at every start."""
+    """Settings in vLLM's `additional_config` without effect on its compile cache: vLLM hashes a plain dict, file names
+    included, and would recompile at every start."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
 
     def compute_hash(self) -> str:
-        """Called by vLLM. Constant, because a scheduler and a model-free drafter change nothing that is compiled."""
+        """Return a constant: scheduler and model-free drafters change no compiled code. Called by vLLM."""
         return "paceline"
 
 
 def own_settings(additional_config: object) -> dict[str, Any]:
-    """Our settings in vLLM's `additional_config`, which is a dict (`vllm serve --additional-config`) or `Unhashed`."""
+    """Return our settings in vLLM's `additional_config`, a dict (`vllm serve --additional-config`) or `Unhashed`."""
     if isinstance(additional_config, Unhashed):
         return additional_config.settings
     return cast("dict[str, Any]", additional_config).get("paceline", {}) if isinstance(additional_config, dict) else {}
 
 
 def scheduler_settings(config: SpeculationConfig, plan: CapturePlan | None = None) -> dict[str, Any]:
-    """A `scheduler.SchedulerSettings` as plain data, for vLLM's `additional_config`."""
+    """Return a `scheduler.SchedulerSettings` as plain data for vLLM's `additional_config`."""
     return {
-        # A length that the config names is used with a graph or without, and drafts are made though none has a graph.
+        # Configured lengths are used even without a graph, and drafts are made even if no length has one.
         "draft_lengths": None
         if plan is None or _is_fixed(config) or plan.draft_lengths == (0,)
         else plan.draft_lengths,
@@ -67,12 +66,12 @@ def scheduler_settings(config: SpeculationConfig, plan: CapturePlan | None = Non
 
 
 def _is_fixed(config: SpeculationConfig) -> bool:
-    """Whether the draft lengths are named by the config, not chosen by a selector."""
+    """Return whether the config sets the draft lengths."""
     return isinstance(config.selector, FixedSelector | TableSelector)
 
 
 def graph_plan(config: SpeculationConfig, engine: EngineConfig) -> CapturePlan:
-    """Which CUDA graphs to capture, so that every draft length that the scheduler uses has some."""
+    """Choose CUDA graphs for every draft length that the scheduler may use."""
     match config.selector:
         case FixedSelector(draft_length=length):
             lengths: Sequence[int] = (min(length, config.max_draft_length),)
@@ -91,12 +90,11 @@ def graph_plan(config: SpeculationConfig, engine: EngineConfig) -> CapturePlan:
 def speculative_config(
     config: SpeculationConfig, engine: EngineConfig, plan: CapturePlan | None = None
 ) -> dict[str, Any]:
-    """`plan` says which draft lengths get CUDA graphs; None, where there are none, stands for all."""
+    """Return vLLM's speculative_config. `plan` has the draft lengths with CUDA graphs; None allows all lengths."""
     lengths = range(config.max_draft_length + 1) if plan is None else plan.draft_lengths
     settings: dict[str, Any] = {
         "num_speculative_tokens": config.max_draft_length,
-        # The draft lengths in this table are those for which vLLM captures graphs; the scheduler overrules it as to
-        # when they are used.
+        # vLLM captures graphs for the draft lengths in this table; the scheduler decides when to use them.
         "num_speculative_tokens_per_batch_size": length_table(lengths, engine.max_num_seqs),
     }
     match config.drafter:
@@ -113,12 +111,12 @@ def speculative_config(
             return settings | learned | quantised
         case VllmDrafter(settings=theirs):
             if why_whole(theirs):
-                del settings["num_speculative_tokens_per_batch_size"]  # by which vLLM would draft
+                del settings["num_speculative_tokens_per_batch_size"]  # vLLM would draft by it
             return settings | theirs
 
 
 def check_drafter(config: SpeculationConfig, model_path: Path, engine: EngineConfig) -> None:
-    """Refuse a learned drafter that does not fit the policy, before an engine is started for it."""
+    """Refuse a learned drafter that does not fit the policy, before the engine starts."""
     match config.drafter:
         case EagleDrafter(kind=kind, path=path) | ParallelDrafter(kind=kind, path=path):
             from paceline.drafters.checkpoint import preflight
@@ -155,11 +153,10 @@ def num_mtp_heads(model_path: Path) -> int:
 
 
 def why_whole(speculative: Mapping[str, Any]) -> str | None:
-    """Why vLLM cannot shorten what is drafted by its `speculative_config`, or None if it can.
+    """Return why vLLM cannot shorten the drafts of its `speculative_config`, None if it can.
 
-    Its V1 runner asserts for some methods that no other length is asked for, and cuts the rows of parallel drafts by
-    the length that is asked for though they have the full one: the engine would die at the first step. Of these methods
-    V2 has ngram_gpu alone.
+    For some methods its V1 runner asserts the full length, and it cuts the rows of parallel drafts by the requested
+    length although they have the full one: the engine would crash at the first step. V2 has only ngram_gpu of these.
     """
     method = speculative.get("method")
     if method in ("medusa", "suffix", "ngram_gpu"):
@@ -170,10 +167,10 @@ def why_whole(speculative: Mapping[str, Any]) -> str | None:
 
 
 def why_fixed(*, data_parallel_size: int, executor_backend: object, world_size: int) -> str | None:
-    """Why an engine may not choose the draft length of a step, or None if it may.
+    """Return why an engine must not choose the draft length of a step, None if it may.
 
-    Ranks that have a scheduler each and step together must draft alike, or they wait for each other for ever; a choice
-    by measured times differs between them. vLLM tells independent ranks (dense models) that there is one of them."""
+    Ranks that step together with a scheduler each must draft alike or deadlock, and measured times differ between them.
+    vLLM reports a data-parallel size of 1 to independent ranks (dense models)."""
     if data_parallel_size > 1:
         return f"{data_parallel_size} data-parallel ranks step together, each with a scheduler of its own"
     if executor_backend == "external_launcher" and world_size > 1:

@@ -1,8 +1,7 @@
-"""Entry point `vllm.stat_logger_plugins`: our scheduler's figures in `/metrics` of vLLM's API server.
+"""Entry point `vllm.stat_logger_plugins`: our scheduler's metrics in `/metrics` of vLLM's API server.
 
-Gauges have the names of the Prometheus sink (`selector/failures` is `paceline_selector_failures`) and the labels of
-vLLM's own. They stand in the registry that vLLM serves. An engine that does not speculate with our scheduler sends no
-figures, and gets no gauges.
+Gauges have the names of the Prometheus sink (`selector/failures` is `paceline_selector_failures`) and vLLM's labels, in
+vLLM's registry. Engines that do not speculate with our scheduler send no metrics and get no gauges.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from paceline.rollout.internals.stats_passenger import alight
+from paceline.rollout.internals.stats_channel import decode
 from paceline.sinks import prometheus_name
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class StatLogger(StatLoggerBase):
-    """Made by vLLM, one for each engine. It never raises: vLLM would fail the requests of the step."""
+    """Created by vLLM per engine. Never raises: vLLM would fail the requests of the step."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._config, self._engine = vllm_config, str(engine_index)
@@ -41,19 +40,19 @@ class StatLogger(StatLoggerBase):
         if scheduler_stats is None or self._failed:
             return
         try:
-            for key, value in alight(scheduler_stats).items():
+            for key, value in decode(scheduler_stats).items():
                 _gauge(key).labels(self._config.model_config.served_model_name, self._engine).set(value)
-        except Exception:  # whatever it is, requests go on
+        except Exception:  # requests must continue
             self._failed = True
-            logger.exception("no more figures of Paceline in Prometheus")
+            logger.exception("Paceline's metrics in Prometheus end here")
 
     def log_engine_initialized(self) -> None:
-        """vLLM asks for a log line; there is nothing to say."""
+        """Required by vLLM."""
 
 
 @cache
 def _gauge(key: str) -> Gauge:
-    """One for all engines of this process: a registry takes a name once."""
+    """Return the gauge of all engines in this process: a registry takes a name once."""
     return Gauge(
         prometheus_name(key), key, labelnames=["model_name", "engine"], multiprocess_mode="mostrecent"
-    )  # the value of the API server that heard last
+    )  # most recent value of all API servers

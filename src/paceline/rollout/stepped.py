@@ -1,10 +1,9 @@
-"""vLLM's engine stepped by hand in its own process, with its scheduler within reach, to time its steps.
+"""Step vLLM's engine by hand in a child process, with access to its scheduler, to time its steps.
 
     SteppedEngine.run(requests, selector) ──pipe──▶ child: vllm.LLM without EngineCore process ── worker
 
-Several such engines stand beside each other and take turns, batch by batch or (`lockstep`) slice by slice; between two
-batches another selector is put into the same scheduler, so that arms differ in nothing else. Offline only: no deadline,
-no streaming.
+Several engines take turns, batch by batch or (`lockstep`) slice by slice. Between two batches the scheduler's selector
+is replaced, so arms differ in nothing else. Offline only: no deadline, no streaming.
 """
 
 from __future__ import annotations
@@ -33,59 +32,57 @@ if TYPE_CHECKING:
 
 
 _SLICE = 0.1
-"""Share of a batch's tokens that an engine generates before another has its turn."""
+"""Share of a batch's tokens per turn of an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteppedBatch:
-    """What one batch of requests did."""
+    """Result of one batch."""
 
     seconds: float
     finished_s: list[float]
-    """When each request finished, counted in seconds of this engine's steps, in the order of the requests."""
+    """Time at which each request finished, in seconds of this engine's steps."""
     token_ids: list[list[int]]
     step_s: list[tuple[int, float]]
-    """Requests that ran, without those that wait, and seconds of every engine step, as this side of the engine sees
-    them."""
+    """Running requests and seconds of every engine step, measured outside the engine."""
     steps: list[Step]
-    """What the scheduler saw of them, with the seconds of `step_s`; empty for an engine without speculation."""
+    """The scheduler's records of the steps, with the seconds of `step_s`; empty without speculation."""
     figures: dict[str, float]
-    """What the selector believed in the end."""
+    """The selector's figures at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """How far a batch has come."""
+    """Progress of a batch."""
 
     share: float
-    """Share of the tokens that are asked for at most."""
+    """Share of the maximum tokens."""
     num_tokens: int
     num_running: int
     draft_length: int
-    """Verified in the last step."""
+    """Draft length verified in the last step."""
     seconds: float
-    """Spent in this engine's steps."""
+    """Time in this engine's steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A batch to generate. `selector` is built on the first use of `name` and kept, with what it learns, for later
-    batches."""
+    """A batch to generate. `selector` is built on the first use of `name` and keeps its state for later batches."""
 
     requests: Sequence[RolloutRequest]
     selector: SelectorConfig | None = None
-    """None for an engine without speculation."""
+    """None without speculation."""
     name: str = ""
     to_the_end: bool = False
-    """Every request runs to its max_tokens, whatever it samples, so that all arms do the same work."""
+    """Run every request to its max_tokens, so all arms do the same work."""
     most_active: int | None = None
-    """Requests that run at once while others wait; None for as many as the engine was built for."""
+    """Maximum running requests; None for the engine's own limit."""
     forget_prefixes: bool = False
-    """Begin without cached prefixes, as after a weight sync."""
+    """Start without cached prefixes, as after a weight sync."""
 
 
 class SteppedEngine:
-    """One vLLM in a child process. Starting returns at once; the first call waits until the engine is ready."""
+    """One vLLM in a child process. The constructor returns at once; the first call waits for the engine."""
 
     def __init__(
         self,
@@ -105,7 +102,7 @@ class SteppedEngine:
         theirs.close()
 
     def wait(self) -> int:
-        """Until it can generate; the number of tokens that its KV cache holds."""
+        """Wait until the engine is ready; return the size of its KV cache in tokens."""
         return self._answer()
 
     def run(self, order: Order) -> SteppedBatch:
@@ -117,7 +114,7 @@ class SteppedEngine:
         self._answer()
 
     def turn(self) -> Turn | SteppedBatch:
-        """Make one engine step; returns how far the batch has come, or the batch once it is done."""
+        """Make one engine step; return the progress, or the finished batch."""
         self._pipe.send(True)
         return self._answer()
 
@@ -133,7 +130,7 @@ class SteppedEngine:
         try:
             answer = self._pipe.recv()
         except EOFError:
-            raise PacelineError("the engine's process ended; its last words are above") from None
+            raise PacelineError("the engine's process ended; its last output is above") from None
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -143,7 +140,7 @@ class SteppedEngine:
 def stepped_engine(
     model_path: Path, speculation: SpeculationConfig | None, *, seed: int, config: EngineConfig
 ) -> Iterator[SteppedEngine]:
-    """Start an engine on all cores; ready when it is yielded."""
+    """Start an engine on all cores and wait until it is ready."""
     engine = SteppedEngine(model_path, config, seed=seed, cpus=sorted(os.sched_getaffinity(0)), speculation=speculation)
     try:
         engine.wait()
@@ -153,11 +150,11 @@ def stepped_engine(
 
 
 def lockstep(orders: Sequence[tuple[SteppedEngine, Order]], part: float = _SLICE) -> list[SteppedBatch]:
-    """Batches on several engines at once. Always that engine runs whose batch has come least far, for a slice of its
-    batch: what slows the machine down for some seconds slows all arms, in the same part of their batch. Slices are of
-    many steps, because the first ones find the caches cold, as they never do in an engine that runs alone; where a step
-    reads far more than caches hold, a smaller `part` of the batch serves better. Each counts its own steps' seconds
-    only."""
+    """Run batches on several engines in turns of `part` of a batch, always the engine with the least progress.
+
+    A disturbance of the machine thus hits the same part of every batch. Slices have many steps, because the first find
+    cold caches; if a step reads far more than the caches hold, a smaller `part` is better. Each engine counts its own
+    steps only."""
     for engine, order in orders:
         engine.begin(order)
     done: dict[int, SteppedBatch] = {}
@@ -198,7 +195,7 @@ def _serve(
     while (order := pipe.recv()) is not None:
         try:
             pipe.send(_run(llm, order, selectors, stop_token_ids, pipe))
-        except Exception as error:  # noqa: BLE001  it is the caller's to handle
+        except Exception as error:  # noqa: BLE001  the caller handles it
             pipe.send(PacelineError(f"engine: {error!r}"))
     llm.llm_engine.engine_core.shutdown()
 
@@ -212,7 +209,7 @@ def _run(
     most_active = order.most_active or scheduler.scheduler_config.max_num_seqs
     limit_requests(scheduler, most_active)
     if order.forget_prefixes:
-        assert llm.reset_prefix_cache(), "vLLM keeps prefixes that are in use, and no request is in flight here"
+        assert llm.reset_prefix_cache(), "no request is in flight, so no prefix is in use"
     recording = _install(scheduler, order, selectors) if order.selector is not None else None
     engine = llm.llm_engine
     for number, request in enumerate(order.requests):
@@ -263,8 +260,8 @@ def _scheduler(llm: LLM) -> AdaptiveScheduler:
 
 
 class _Recording:
-    """A selector that keeps the steps which it is shown. Its own clock stops before the engine hands out what was
-    generated; a comparison with an engine that has no selector needs the clock that both have."""
+    """Selector that records its steps. Step times are measured outside the engine, as for engines without a
+    selector."""
 
     def __init__(self, inner: Selector) -> None:
         self.inner = inner
@@ -279,7 +276,7 @@ class _Recording:
         self.inner.observe(step)
 
     def take(self, seconds: float) -> None:
-        """Keep the step that has just been shown, if there was one."""
+        """Record the last observed step, if any."""
         if self._last is not None:
             self.steps.append(replace(self._last, seconds=seconds))
             self._last = None

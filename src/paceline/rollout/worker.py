@@ -1,8 +1,8 @@
-"""What vLLM's worker can do for us (`worker_extension_cls`): methods that `VllmEngine.rpc` calls.
+"""Methods of vLLM's worker that `VllmEngine.rpc` calls (`worker_extension_cls`).
 
-vLLM imports this module in the worker process before it loads the model, and nothing else imports it. That makes it the
-earliest place where an engine of ours can begin to monitor its owner: vLLM's own processes do not notice that the
-process that started them was killed, and an orphaned engine would hold its memory and its cores for ever.
+vLLM imports this module in the worker process before it loads the model, and nothing else imports it. So it is the
+earliest place to monitor the engine's owner: vLLM's processes do not notice that their parent was killed, and an
+orphaned engine would hold its memory and cores forever.
 
     owner (VllmEngine) ── EngineCore ── worker
 """
@@ -31,17 +31,16 @@ _LOOK_PERIOD_S = 1.0
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class: no state of its own here, and no name that the worker already has."""
+    """Mixed into vLLM's worker class. Must have no state and no name that the worker has."""
 
     def paceline_processes(self) -> tuple[int, int]:
-        """Process ids of this worker and of the EngineCore that it serves; the owner reaps both."""
+        """Return the process ids of this worker and its EngineCore; the owner reaps both."""
         return os.getpid(), engine_core_pid()
 
     def paceline_sampler(self) -> dict[str, Any]:
-        """Model runner, sampler and scheduling of this worker, and whether the sampler is sound as far as we know.
+        """Return model runner, sampler and scheduling of this worker, and whether the sampler has the known fault.
 
-        Asked here and not in the owner's process: this is the one that samples. Only V1's sampler has a known fault;
-        V2 has another sampler.
+        Asked in the worker because it samples, not the owner. Only V1's sampler has a known fault.
         """
         worker = cast("Worker", self)
         version, found = runner_version(worker), type(sampler(worker))
@@ -53,20 +52,20 @@ class WorkerExtension:
         }
 
     def receive_push(self, push: Mapping[str, Any]) -> dict[str, Any]:
-        """Check a `Push` and load it; answers with a `PushReport`, both as plain dicts."""
+        """Check a `Push` and load it; return a `PushReport`. Both are plain dicts."""
         return receiver.receive_push(cast("Worker", self), Push.from_dict(push)).to_dict()
 
     def applied_fingerprints(self) -> dict[str, Any]:
-        """The last applied `PushReport` of each target; raises when a failed push left the weights unknown."""
+        """Return the last `PushReport` of each target; raise if a failed push left the weights unknown."""
         return {target: report.to_dict() for target, report in receiver.applied(cast("Worker", self)).items()}
 
     def held_fp8(self) -> dict[str, str]:
-        """Fingerprints of the policy's quantised layers and KV scales, taken now from the memory that its kernels
-        read."""
+        """Return current fingerprints of the policy's quantised layers and KV scales, from the memory of its
+        kernels."""
         return receiver.held_fp8(cast("Worker", self))
 
     def drafter_counters(self) -> dict[str, float]:
-        """What the history drafter counts (`proposer.COUNTERS`); nothing for other drafters."""
+        """Return the history drafter's counters (`proposer.COUNTERS`); empty for other drafters."""
         drafter = proposer(cast("Worker", self))
         if drafter is None:
             return {}
@@ -76,11 +75,10 @@ class WorkerExtension:
 
 
 def _die_with_owner() -> None:
-    """Kill EngineCore and this worker as soon as EngineCore has another parent than it had: its owner is gone.
+    """Kill EngineCore and this worker when EngineCore's parent changes: its owner is gone.
 
-    Not PR_SET_PDEATHSIG: that fires when the *thread* that started the process ends, and owners start engines from
-    threads. One gap is left: an owner killed in the seconds before this module is imported leaves an EngineCore that
-    nobody monitors.
+    PR_SET_PDEATHSIG fires when the starting *thread* ends, and owners start engines from threads. One gap remains: an
+    owner killed in the seconds before this import leaves an unmonitored EngineCore.
     """
     core = psutil.Process(engine_core_pid())
     owner = core.ppid()
@@ -89,7 +87,7 @@ def _die_with_owner() -> None:
             time.sleep(_LOOK_PERIOD_S)
         core.kill()
     except psutil.NoSuchProcess:
-        pass  # EngineCore died on its own; this worker has no reason to live either way
+        pass  # EngineCore has died; this worker must too
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,1 +1,1 @@
-"""How far to draft: cost model, selectors and the plan of CUDA graphs."""
+"""Draft length selection: cost model, selectors and CUDA graph planning."""

@@ -1,16 +1,14 @@
-"""Learns from the engine's steps what a step costs and how many tokens a draft of length k yields.
+"""Online model of the throughput of each draft length: step time and acceptance.
 
-The selector needs one number, the tokens per second that the engine settles at with draft length k on a batch of B
-requests:
+The selector needs the tokens per second of the engine with draft length k on a batch of B requests, in steady state:
 
     rate(B, k) = B * (1 + sum_{j<=k} S_j) / T(B, verified=k, drafted=k)          S_j = h_1 * ... * h_j
 
-**Step time T** is that of `step_time.py`.
+**Step time T** comes from `step_time.py`.
 
-**Yield S.** h_j is the probability that position j is accepted if all before it were. A position that was not proposed
-counts as not accepted, so the sum above is also right for a drafter that proposes less than it was asked for. Counts
-are pooled over batch sizes and forgotten slowly; a short memory beside the long one notices a drafter or policy that
-has changed, and then both start again.
+**Yield S.** h_j is the probability that position j is accepted if all before it were. A position without a proposal
+counts as rejected, so the sum also holds for a drafter that proposes less than requested. Counts are pooled over batch
+sizes and decay slowly. A short memory beside the long one detects a changed drafter or policy; then both restart.
 """
 
 from __future__ import annotations
@@ -26,42 +24,42 @@ LONG_MEMORY = 1 - 1 / 200
 SHORT_MEMORY = 1 - 1 / 16
 """Share of the acceptance counts that remains after a step."""
 SURPRISE = 4.0
-"""Standard deviations between the short and the long memory at which the long one is given up."""
+"""Standard deviations between the two memories above which the long one is discarded."""
 PRIOR_ACCEPTANCE = 0.5
 PRIOR_TRIALS = 2.0
 NEIGHBOUR_TRIALS = 8.0
-"""Weight of the position before in the estimate of a position, in requests. Few are still in the draft at its end, and
-four that all failed there once must not keep it from being tried again."""
+"""Weight of the previous position in the estimate of a position, in requests. Few requests reach the end of a draft,
+and four rejections there must not rule it out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What the scheduler saw of one engine step."""
+    """One engine step, as observed by the scheduler."""
 
     num_requests: int
     num_prefill_tokens: int
-    """Prompt tokens computed in it; 0 is pure decoding. Steps with prefill teach acceptance, not cost."""
+    """Prompt tokens in the step; 0 is pure decoding. Steps with prefill update acceptance, not cost."""
     context_tokens: int
     """Sum of the requests' context lengths."""
     verified: int
-    """Draft length that was verified in this step, chosen one step earlier; 0 is none."""
+    """Verified draft length, chosen one step earlier; 0 is none."""
     drafted: int
-    """Draft length asked of the drafter in this step, to be verified in the next."""
+    """Draft length requested in this step, verified in the next."""
     seconds: float
     proposed_at: tuple[int, ...]
-    """[j] = requests that had a draft token at position j; model-free drafters may propose fewer than asked."""
+    """[j] = requests with a draft token at position j; model-free drafters may propose fewer than requested."""
     accepted_at: tuple[int, ...]
-    """[j] = how many of these had position j accepted."""
+    """[j] = requests with position j accepted."""
     num_emitted: int
 
     @property
     def num_verifications(self) -> int:
-        """Requests that had a draft to verify."""
+        """Requests with a draft to verify."""
         return self.proposed_at[0] if self.proposed_at else 0
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens that were accepted."""
+        """Accepted draft tokens."""
         return sum(self.accepted_at)
 
 
@@ -71,20 +69,20 @@ class Acceptance:
     def __init__(self, max_draft_length: int) -> None:
         self.max_draft_length = max_draft_length
         self.num_changes = 0
-        # Requests that had all positions before this one accepted, when it was asked for.
+        # Requests with all earlier positions accepted, when this position was requested.
         self._trials = [0.0] * max_draft_length
         self._accepted = [0.0] * max_draft_length
         self._recent_trials = [0.0] * max_draft_length
         self._recent_accepted = [0.0] * max_draft_length
-        self._asked = [0.0] * max_draft_length  # requests of steps in which the position was asked for
+        self._asked = [0.0] * max_draft_length  # requests of steps that requested the position
         self._proposed = [0.0] * max_draft_length
-        self._gap = 0  # steps without drafts since the last with some: time passes for what is remembered
+        self._gap = 0  # steps since the last with drafts; memories decay in them too
         self._is_fresh = False
         self.refresh()
 
     @property
     def reach(self) -> int:
-        """Number of positions that were tried often enough to be known."""
+        """Number of positions with enough trials."""
         return next((j for j, trials in enumerate(self._trials) if trials < 4), self.max_draft_length)
 
     def observe(self, step: Step) -> None:
@@ -96,7 +94,7 @@ class Acceptance:
         self._gap = 0
         proposed_at = step.proposed_at[:verified] + (0,) * (verified - len(step.proposed_at))
         accepted_at = step.accepted_at[:verified] + (0,) * (verified - len(step.accepted_at))
-        # Requests in prefill could not have had a draft, and how many they are is not told.
+        # Requests in prefill have no draft, and their number is unknown.
         requests = proposed_at[0] / max(self.coverage[0], 0.05) if step.num_prefill_tokens else float(step.num_requests)
         survivors = requests
         for j in range(verified):
@@ -109,18 +107,18 @@ class Acceptance:
             survivors = float(accepted_at[j])
         self._age(verified, short)
         if self._has_changed(verified):
-            self._start_again(requests, accepted_at)
+            self._restart(requests, accepted_at)
         self._is_fresh = False
 
     def _age(self, first: int, short: float) -> None:
-        """Forget also what is known of positions that are not asked for: nothing else would ever correct it."""
+        """Decay positions that were not requested too: nothing else would correct them."""
         for counts in (self._trials, self._accepted, self._asked, self._proposed):
             counts[first:] = [LONG_MEMORY * count for count in counts[first:]]
         for counts in (self._recent_trials, self._recent_accepted):
             counts[first:] = [short * count for count in counts[first:]]
 
-    def _start_again(self, requests: float, accepted_at: tuple[int, ...]) -> None:
-        """Start from the last step alone: the short memory too is mostly of the time before the change."""
+    def _restart(self, requests: float, accepted_at: tuple[int, ...]) -> None:
+        """Restart from the last step: the short memory, too, is mostly older than the change."""
         unknown = [0.0] * (self.max_draft_length - len(accepted_at))
         self._trials = [requests, *map(float, accepted_at[:-1]), *unknown]
         self._accepted = [*map(float, accepted_at), *unknown]
@@ -128,7 +126,7 @@ class Acceptance:
         self.num_changes += 1
 
     def add(self, acceptance: tuple[float, ...], num_trials: float) -> None:
-        """Add the pseudo-counts of a prior."""
+        """Add pseudo-counts of a prior."""
         survivors = num_trials
         for j, share in enumerate(acceptance[: self.max_draft_length]):
             self._trials[j] += survivors
@@ -142,12 +140,12 @@ class Acceptance:
             trials = self._recent_trials[j]
             h = (self._accepted[j] + PRIOR_TRIALS * PRIOR_ACCEPTANCE) / (self._trials[j] + PRIOR_TRIALS)
             difference += self._recent_accepted[j] - trials * h
-            # Variance of a sum with weights m^i, from the sum of the weights; the long memory is not certain either.
+            # Variance of a sum with weights m^i, from the sum of the weights, plus that of the long memory.
             variance += trials * h * (1 - h) * (1 / (1 + SHORT_MEMORY) + trials / (self._trials[j] + PRIOR_TRIALS))
         return difference * difference > SURPRISE**2 * (variance + 0.3)
 
     def refresh(self) -> None:
-        """Recompute the estimates from the counts. A position not known yet is taken to be like the one before it."""
+        """Recompute the estimates from the counts. A position without data is estimated by the previous one."""
         if self._is_fresh:
             return
         self._is_fresh = True
@@ -179,7 +177,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Expected rates of every draft length at one batch, and their uncertainty."""
+    """Expected rates of all draft lengths for one batch, with uncertainty."""
 
     log_rate_K: Array
     _log_length_K: Array
@@ -189,14 +187,14 @@ class Outlook:
     _log_variance_J: Array
 
     def deviation_from(self, k: int) -> Array:
-        """Standard deviation of log_rate_K - log_rate_K[k]; what all draft lengths share cancels."""
+        """Return the standard deviation of log_rate_K - log_rate_K[k]; shared terms cancel."""
         return np.sqrt(self._time_variance(k) + self._length_variance(k))
 
     def hope(self, k: int, optimism: float) -> Array:
-        """Return optimistic log rates: each with `optimism` standard deviations of its difference from k added.
+        """Return log rates plus `optimism` standard deviations of their difference from k.
 
-        A longer draft never takes less time than k, so it cannot gain more than if it cost nothing: with a useless
-        drafter there is nothing to hope for, however uncertain the times are."""
+        A longer draft never takes less time than k, so its gain is capped by a free draft: a useless drafter has no
+        optimistic rate above k, however uncertain the times are."""
         length_variance_K = self._length_variance(k)
         hope_K = self.log_rate_K + optimism * np.sqrt(self._time_variance(k) + length_variance_K)
         free_K = self.log_rate_K[k] + self._log_length_K - self._log_length_K[k] + optimism * np.sqrt(length_variance_K)
@@ -213,7 +211,7 @@ class Outlook:
 
 
 class CostModel:
-    """Step time and acceptance, combined to rates."""
+    """Combines step time and acceptance into rates."""
 
     def __init__(self, max_draft_length: int, prior: Costs | None = None) -> None:
         self.step_time = StepTime()
@@ -248,7 +246,7 @@ class CostModel:
         )
 
     def expected_rate(self, num_requests: int, k: int, context_tokens: int) -> float:
-        """Return the tokens per second that the engine settles at with draft length k."""
+        """Return the steady-state tokens per second with draft length k."""
         acceptance = self.acceptance
         acceptance.refresh()
         tokens = num_requests * acceptance.tokens_per_request[k]
@@ -259,8 +257,8 @@ class CostModel:
         )
 
     def _learn(self, prior: Costs) -> None:
-        """Observe every point as up to four steps, in two rounds so that their order hardly matters; then add
-        uncertainty, because the machine may be faster or slower at another time."""
+        """Observe each point as up to four steps, in two rounds to reduce the effect of their order; then add
+        uncertainty, because the machine's speed may have changed."""
         for _ in range(2):
             for point in prior.points:
                 tokens = point.num_requests * (1 + point.verified)

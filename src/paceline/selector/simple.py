@@ -1,10 +1,10 @@
-"""A selector of few lines: moving averages by bucket of batch sizes, the argmax of the rate, one step in fifty a probe.
+"""A simple selector: moving averages by bucket of batch sizes, the argmax of the rate, and 2 % probes.
 
     rate(B, k) = B * (1 + sum_{j<=k} h_1 * ... * h_j) / seconds(B, k)
 
-Buckets are powers of two. In each, `seconds` of every draft length and the acceptance of every position are averages
-that forget. A length that was never used costs what its neighbours say, by a straight line. A new bucket begins with
-what the nearest one knows, all of its seconds scaled by the first step seen in it.
+Buckets are powers of two. Each holds moving averages of `seconds` by draft length and of acceptance by position.
+Seconds of unused lengths are interpolated linearly. A new bucket copies the nearest one, with seconds scaled by its
+first step.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import numpy as np
 from paceline.selector.cost import Step
 
 PROBE_EVERY, PROBE_STEPS = 100, 2
-"""Two steps in a hundred: the first drafts at the other length, the second verifies that and drafts again."""
+"""Two steps per hundred: the first drafts at the other length, the second verifies it and drafts again."""
 TOGETHER, ALONE = 0.3, 0.05
-"""Weights of a new step in the machine's speed, and in the log seconds of its draft length. A machine that slows down
-slows all lengths: if only the one in use looked slower, each would be left for the next."""
+"""Weights of a new step in the machine's speed, and in the log seconds of its draft length. A slower machine slows all
+lengths: charging only the one in use would make the selector switch."""
 MEMORY = 1 - 1 / 100
 """Share of the acceptance counts that remains after a step."""
 PRIOR_TRIALS = 8.0
-"""Weight of the position before, in requests: how alike neighbouring positions are taken to be."""
+"""Weight of the previous position in an estimate, in requests."""
 
 
 class Simple:
     def __init__(self, max_draft_length: int) -> None:
         self._max = max_draft_length
-        self._log_seconds: dict[int, np.ndarray] = {}  # by bucket; [k], NaN where never used
-        self._scaled: set[int] = set()  # buckets that have seen a step of their own
+        self._log_seconds: dict[int, np.ndarray] = {}  # by bucket; [k], NaN if unused
+        self._scaled: set[int] = set()  # buckets with a step of their own
         self._trials: dict[int, np.ndarray] = {}
         self._accepted: dict[int, np.ndarray] = {}
         self._step = self._num_probes = self._chosen = self._requests = 0
-        self._slowness = 0.0  # of the machine at present, as a logarithm
+        self._slowness = 0.0  # current, of the machine, as a logarithm
         self._rates = np.ones(max_draft_length + 1)  # per request
 
     def choose(self, num_requests: int, context_tokens: int) -> int:
@@ -71,7 +71,7 @@ class Simple:
             known[verified] = seen
         off = seen - known[verified]
         if bucket in self._scaled:
-            off = min(max(off, -0.7), 0.7)  # a step that was interrupted
+            off = min(max(off, -0.7), 0.7)  # an interrupted step
             self._slowness += TOGETHER * off
             known[verified] += ALONE * off
         else:
@@ -95,7 +95,7 @@ class Simple:
         return found
 
     def _expected(self, bucket: int) -> np.ndarray:
-        """Tokens per second of one request, by draft length."""
+        """Return tokens per second of one request by draft length."""
         lengths, known = np.arange(self._max + 1), ~np.isnan(self._log_seconds[bucket])
         seconds = np.interp(lengths, lengths[known], np.exp(self._log_seconds[bucket][known]))
         accepted_length = np.append(1.0, 1 + np.cumsum(np.cumprod(self._acceptance(bucket))))

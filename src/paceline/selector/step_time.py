@@ -1,18 +1,18 @@
-"""The time of an engine step, learnt from the steps.
+"""Online model of the time of an engine step.
 
-A sum of costs that cannot be negative: T = sum_i w_i * x_i, where x holds a constant (weights are read once), the
-requests, the tokens to verify (cut into segments with a slope each: flat while the step is bound by memory, steep once
-it is bound by compute), the first drafter pass and the further ones (each with a part per request), and the context.
-So what is learnt at 60 requests holds at 50, and a longer draft is never cheaper. The state is theta = log w, and the
-observation is log T, because noise on a shared machine is multiplicative; it is followed by an extended Kalman filter:
+T = sum_i w_i * x_i with w > 0, where x holds a constant (reading weights), the requests, the tokens to verify (in
+segments with a slope each: flat while the step is bound by memory, steep once it is bound by compute), the first and
+further drafter passes (each with a part per request), and the context. So data at 60 requests applies at 50, and a
+longer draft is never cheaper. The state is theta = log w and the observation is log T, because noise on a shared
+machine is multiplicative. An extended Kalman filter tracks it:
 
     g = d log T / d theta = w * x / T  (the share of each cost in the step; sums to 1)
     theta += P g / (g'Pg + R) * (log seconds - log T),      P -= P g g'P / (g'Pg + R),      P += Q in every step
 
-Q lets the filter follow a machine whose speed drifts: all thetas move together, fast (`DRIFT_TOGETHER`), and each
-alone, slowly (`DRIFT_ALONE`). A slower machine is then read as just that and leaves the ratios between draft lengths
-alone, which are all that a choice depends on. Single steps that are several times too slow count little: R grows with
-the square of a surprise, as under Student's t. Two in a row are no outliers (`_notice_shift`).
+Q models drift of the machine's speed: all thetas move together, fast (`DRIFT_TOGETHER`), and each alone, slowly
+(`DRIFT_ALONE`). A slower machine thus changes no ratios between draft lengths, and a choice depends on ratios only.
+Outliers count little: R grows with the square of the error, as under Student's t. Two outliers in a row are a shift
+(`_notice_shift`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 TOKEN_KNOTS = (0.0, 8.0, 32.0, 128.0, 512.0)
-"""Numbers of tokens to verify at which the cost of one more may change."""
+"""Numbers of tokens to verify at which the marginal cost may change."""
 
-# Costs, the prior median of each relative to the constant one, and the deviation of its logarithm.
+# Costs: prior median relative to the constant, and deviation of the logarithm.
 _PRIOR = (
     ("constant", 1.0, 0.5),
     ("request", 0.01, 1.2),
@@ -48,20 +48,20 @@ _SEGMENTS = tuple(zip(TOKEN_KNOTS, (*(b - a for a, b in pairwise(TOKEN_KNOTS)), 
 
 DRIFT_TOGETHER = 0.03
 DRIFT_ALONE = 0.004
-"""Standard deviations of the random walk per step: of all log costs together, and of each alone."""
+"""Standard deviations of the random walk per step: all log costs together, and each alone."""
 SEGMENT_CORRELATION = 0.8
-"""Prior correlation between the slopes of neighbouring token segments: what is learnt on one informs the next."""
+"""Prior correlation between the slopes of neighboring token segments: data on one informs the next."""
 STUDENT = 4.0
-"""Degrees of freedom of the noise: a step that is z deviations off counts 1 / (1 + z^2 / STUDENT)."""
+"""Degrees of freedom of the noise: a step with an error of z deviations counts 1 / (1 + z^2 / STUDENT)."""
 FAR_OFF, SHIFT, SHIFT_ALONE = 3.0, 2.0, 0.1
-"""A step counts as at most so many deviations off; the mean of such errors, half of it the last one's, at which the
-machine is taken to have changed its speed; what is then forgotten of each cost alone."""
+"""Clip of a step's error in deviations; the moving average of errors that indicates a new machine speed; the
+uncertainty added to each cost alone in that case."""
 LARGEST_MOVE = 0.7
-"""Largest change of a log cost in one step; the filter is linear only locally."""
+"""Largest change of a log cost per step; the filter is linear only locally."""
 
 
 class StepTime:
-    """The step time model: log w of every cost, and their covariance."""
+    """Log w of every cost, and their covariance."""
 
     def __init__(self) -> None:
         deviation = np.array([deviation for _, _, deviation in _PRIOR])
@@ -72,7 +72,7 @@ class StepTime:
         self.covariance: Array = correlation * np.outer(deviation, deviation)
         self.noise = 0.15**2
         self.num_observed = 0
-        self._off = 0.0  # mean of the last errors in deviations, half of it the last one's
+        self._off = 0.0  # moving average of errors in deviations
         self._lowest = self.log_cost - 4 * deviation
         self._widest = deviation**2
         self._drift = DRIFT_TOGETHER**2 + DRIFT_ALONE**2 * np.eye(len(COSTS))
@@ -93,8 +93,7 @@ class StepTime:
         )
 
     def curve(self, num_requests: int, num_tokens_K: Array, context: float) -> tuple[Array, Array]:
-        """Return seconds at verified = drafted = 0..k, and the share of each cost in them (the gradient of their
-        logarithm)."""
+        """Return seconds at verified = drafted = 0..k, and the share of each cost (the gradient of log seconds)."""
         key = (num_requests, len(num_tokens_K))
         if key not in self._fixed:
             self._fixed[key] = np.stack([self.features(num_requests, 0, k, k, 1.0) for k in range(len(num_tokens_K))])
@@ -114,7 +113,7 @@ class StepTime:
         share = features * self._cost
         share /= predicted
         error = math.log(seconds / predicted)
-        if self.num_observed == 0:  # the prior knows only ratios
+        if self.num_observed == 0:  # the prior has only ratios
             self.log_cost += error
             self._lowest += error
             self.covariance += 0.5
@@ -127,7 +126,7 @@ class StepTime:
         surprise = error * error / (known + self.noise)
         variance = known + self.noise * max(1.0, (STUDENT + surprise) / (STUDENT + 1))
         move = gain * (error / variance)
-        if known * error * error > (0.5 * LARGEST_MOVE * variance) ** 2:  # rare: only then can a move be large
+        if known * error * error > (0.5 * LARGEST_MOVE * variance) ** 2:  # rare
             move = np.clip(move, -LARGEST_MOVE, LARGEST_MOVE)
         self.log_cost += move
         np.maximum(self.log_cost, self._lowest, out=self.log_cost)
@@ -139,10 +138,10 @@ class StepTime:
             self._bound()
 
     def _notice_shift(self, error: float, share: Array) -> None:
-        """Forget the machine's speed after two steps in a row that were far off on the same side.
+        """Forget the machine's speed after two consecutive large errors of the same sign.
 
-        Either it has changed, or the first step of all, which set the scale, was an outlier. If each such step counted
-        as little as an outlier does, the rest of its error would bend the ratios between draft lengths."""
+        Either the speed has changed, or the very first step, which set the scale, was an outlier. Treated as outliers,
+        such steps would distort the ratios between draft lengths."""
         deviation = math.sqrt(float(share @ self.covariance @ share) + self.noise)
         self._off = (self._off + min(max(error / deviation, -FAR_OFF), FAR_OFF)) / 2
         if abs(self._off) > SHIFT:
@@ -150,12 +149,11 @@ class StepTime:
             self._off = 0.0
 
     def forget(self, *, together: float, alone: float) -> None:
-        """Add uncertainty: of what was measured at another time, the ratios hold better than the seconds."""
+        """Add uncertainty. Ratios of older measurements are more reliable than their seconds."""
         self.covariance += together**2 + alone**2 * np.eye(len(COSTS))
 
     def _bound(self) -> None:
-        """Bound the uncertainty about what is never observed: deviations at most the prior's, correlations
-        unchanged."""
+        """Bound the uncertainty of unobserved costs: deviations at most the prior's, correlations unchanged."""
         shrink = np.minimum(1.0, np.sqrt((self._widest + 0.5) / np.diagonal(self.covariance)))
         self.covariance *= shrink[:, None] * shrink
         self.covariance = (self.covariance + self.covariance.T) / 2

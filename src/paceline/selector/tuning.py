@@ -1,4 +1,4 @@
-"""What measured steps say: which draft length pays at which batch, how much is accepted, and the cost file."""
+"""Best draft length per batch size, acceptance and the cost file, from measured steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cells = dict[tuple[int, int], list[Step]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What was measured."""
+    """Measured steps and their costs."""
 
     cells: Cells
     costs: Costs
@@ -35,11 +35,11 @@ class Tuning:
         return sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps)
 
     def best(self, batch: int) -> int:
-        """Return the draft length with most tokens per second."""
+        """Return the draft length with the most tokens per second."""
         return max(self.lengths, key=lambda k: self.rate(batch, k))
 
     def gain(self, batch: int) -> float:
-        """Return what the best draft length gains over none."""
+        """Return the speed-up of the best draft length over plain decoding."""
         return self.rate(batch, self.best(batch)) / self.rate(batch, 0)
 
     def figures(self) -> dict[str, float]:
@@ -74,7 +74,7 @@ def costs_of(cells: Cells, conditions: Conditions) -> Costs:
 
 
 def _acceptance(steps: Sequence[Step]) -> tuple[tuple[float, ...], int]:
-    """Share of accepted tokens by position, among requests that had a draft token there and all before it accepted."""
+    """Return acceptance by position, among requests with a draft token there and all earlier ones accepted."""
     longest = max(len(step.accepted_at) for step in steps)
     reached, accepted = [0] * longest, [0] * longest
     for step in steps:

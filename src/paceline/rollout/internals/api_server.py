@@ -1,4 +1,4 @@
-"""The engine behind vLLM's API server, as a middleware of the server finds it.
+"""Find the engine behind vLLM's API server, from a middleware.
 
 Relied upon:
   vllm/entrypoints/launchers/api_server/app_state.py    state.engine_client of the FastAPI app, which vLLM's own routes
@@ -6,9 +6,10 @@ Relied upon:
   vllm/engine/protocol.py                               EngineClient.collective_rpc(method, timeout, args, kwargs)
   vllm/entrypoints/serve/middleware/register.py         --middleware takes the import path of a class
 
-vLLM's endpoint plugins are given the engine by name. But they are loaded only if VLLM_PLUGINS names them, and then that
-list must name every other plugin of the host too, the one that mends the sampler among them; and one that is installed
-and not named costs a warning at every start of every server. Goes when an endpoint plugin can be asked for by itself.
+vLLM's endpoint plugins receive the engine. But they load only if VLLM_PLUGINS names them, the list must then name every
+other plugin too (the sampler fix among them), and an installed plugin that is not named logs a warning at every start.
+
+Goes when an endpoint plugin can be enabled by itself.
 """
 
 from __future__ import annotations

@@ -1,24 +1,23 @@
-"""A drafter that survives sleep and reloads: kept in host memory before, compared by fingerprints and put back after.
+"""Keep the drafter across sleep and reloads: copy it to host memory before, compare and restore it after.
 
-    sleep(level=2)                                 keep ──▶ vLLM gives the weights' memory back
-    wake_up, with the weights                               vLLM takes memory again ──▶ restore
+    sleep(level=2)                                 keep ──▶ vLLM frees the weights' memory
+    wake_up, with the weights                               vLLM allocates memory   ──▶ restore
     reload_weights; start ... finish_weight_update keep ──▶ vLLM loads a policy     ──▶ restore
 
-Level 2 drops the weights of the drafter with the policy's; hosts send the policy anew, and nobody the drafter
-(vLLM issue 52479: outputs stay right, drafts are never accepted again). A drafter that changes between two of these
-calls was changed on purpose: it is kept as it is then, and updates of the drafter are not undone. A push of ours to a
-policy with MTP heads of its own brings these heads too, and is such an update. Cached prefixes hold the drafter's keys
-beside the policy's, so an update of the drafter alone has them forgotten: prompts that meet the keys of another drafter
-have hardly a draft accepted.
+Level 2 drops the drafter with the policy; hosts send only the policy again (vLLM issue 52479: outputs stay right, but
+no draft is accepted any more). A drafter that changes between two of these calls was updated on purpose and is kept as
+it is. Our push to a policy with MTP heads updates these heads too. Cached prefixes hold the drafter's keys beside the
+policy's, so they are evicted after an update of the drafter alone: with keys of another drafter, hardly any draft is
+accepted.
 
-`engine_core.py` tells of every call, whatever the host's worker extension is. The functions that keep and restore go to
-the workers by name, as vLLM's `collective_rpc` sends functions.
+`engine_core.py` reports every call, with any worker extension. The functions that keep and restore are sent to the
+workers by vLLM's `collective_rpc`.
 
 Relied upon: vllm/v1/worker/gpu_worker.py, Worker: reload_weights, start_weight_update, start_draft_weight_update,
 finish_weight_update.
 
-Goes when vLLM keeps drafters over level 2 by itself, as 0.32 does if asked (`sleep_preserve_parameter_names`), and its
-reloads are known to leave them alone.
+Goes when vLLM keeps drafters over level 2 by default (0.32 has the option `sleep_preserve_parameter_names`), and its
+reloads do not change them.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from paceline.rollout.internals.transfer_engine import pushed_version
 logger = logging.getLogger(__name__)
 
 Rpc = Callable[..., Sequence[Any]]
-"""The executor's `collective_rpc`: one answer of each worker."""
+"""The executor's `collective_rpc`: one answer per worker."""
 Meaning = Literal["nap", "deep sleep", "wake", "reload", "begin", "begin drafter", "end", "push", "push drafter"]
 
 _KEPT = "_paceline_kept"
@@ -49,20 +48,20 @@ _MEANINGS: dict[str, Meaning] = {
 
 
 class DrafterSurvival:
-    """What happened to the drafter of one engine; told of every call before and after it is made."""
+    """State of one engine's drafter, updated before and after every call."""
 
     def __init__(self, forget_prefixes: Callable[[], None], *, comes_with_policy: bool = False) -> None:
-        """`comes_with_policy` says of a drafter that the policy's pushes bring it along."""
+        """`comes_with_policy` marks a drafter that is updated by pushes of the policy."""
         self._forget_prefixes, self._comes_with_policy = forget_prefixes, comes_with_policy
         self.num_restored = self.num_failures = 0
         self.version = 0
-        """The version last pushed, or the number of updates where these have no versions; 0 is the checkpoint."""
+        """Last pushed version, or number of updates without versions; 0 is the checkpoint."""
         self.updated_s = time.monotonic()
         self._kept = self._asleep = self._session = False
 
     @property
     def asleep(self) -> bool:
-        """Whether the weights' memory is given back; nobody may touch it then."""
+        """Whether the weights' memory is freed and must not be accessed."""
         return self._asleep
 
     def before(self, meaning: Meaning | None, rpc: Rpc) -> None:
@@ -74,7 +73,7 @@ class DrafterSurvival:
             case "reload" | "begin" | "push" if not (meaning == "push" and self._comes_with_policy):
                 self._keep(rpc)
             case "push drafter" if self._asleep:
-                pass  # it will be refused
+                pass  # will be refused
             case "begin drafter" | "push drafter":
                 self._kept, self._session = False, meaning == "begin drafter"
 
@@ -88,7 +87,7 @@ class DrafterSurvival:
                 self._forget()
 
     def _keep(self, rpc: Rpc) -> None:
-        if self._asleep:  # there is no memory to read
+        if self._asleep:  # no memory to read
             return
         self._kept = not self._count_failures(self._ask(rpc, keep_weights))
 
@@ -106,14 +105,14 @@ class DrafterSurvival:
         try:
             self._forget_prefixes()
         except Exception:  # noqa: BLE001  counted as draft/restore_failures
-            _tell_first("cached prefixes of the old drafter could not be forgotten")
+            _log_first("cannot evict cached prefixes of the old drafter")
             self.num_failures += 1
 
     def _ask(self, rpc: Rpc, function: Callable[..., Any], *args: Any) -> Sequence[Mapping[str, int]]:
         try:
             return rpc(function, args=args)
-        except Exception:  # noqa: BLE001  whatever it is, the host's call goes on; counted as draft/restore_failures
-            _tell_first("the workers did not look after the drafter")
+        except Exception:  # noqa: BLE001  the host's call must continue; counted as draft/restore_failures
+            _log_first("the workers failed to keep or restore the drafter")
             return [{"failures": 1}]
 
     def _count_failures(self, answers: Sequence[Mapping[str, int]]) -> int:
@@ -123,7 +122,7 @@ class DrafterSurvival:
 
 
 def meaning_of(method: object, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Meaning | None:
-    """What a call to the workers means for the drafter; None for most."""
+    """Classify a call to the workers by its effect on the drafter; None for most."""
     first = args[0] if args else next(iter((kwargs or {}).values()), None)
     match method:
         case "sleep":
@@ -139,7 +138,7 @@ def meaning_of(method: object, args: Sequence[Any], kwargs: Mapping[str, Any] | 
 
 
 def keep_weights(worker: Any) -> dict[str, int]:
-    """Copy the drafter's own weights to the host. Runs in the worker, and never raises."""
+    """Copy the drafter's own weights to the host. Runs in the worker and never raises."""
 
     def keep(kept: Any, weights: Mapping[str, Any]) -> dict[str, int]:
         kept.keep(weights)
@@ -149,12 +148,12 @@ def keep_weights(worker: Any) -> dict[str, int]:
 
 
 def restore_weights(worker: Any, put_back: bool) -> dict[str, int]:
-    """Put back what was lost since `keep_weights`, if asked to, and tell the drafter's version. Runs in the worker, and
+    """Restore weights lost since `keep_weights` if `put_back`, and return the drafter's version. Runs in the worker and
     never raises."""
 
     def restore(kept: Any, weights: Mapping[str, Any]) -> dict[str, int]:
         if lost := kept.restore(weights):
-            logger.warning("the drafter had lost %d of %d tensors; they are back", len(lost), len(weights))
+            logger.warning("restored %d of %d tensors of the drafter", len(lost), len(weights))
         return {"restored": int(bool(lost))}
 
     answer = _guarded(worker, restore) if put_back else {}
@@ -166,16 +165,16 @@ def _guarded(worker: Any, do: Callable[[Any, Mapping[str, Any]], dict[str, int]]
     try:
         from paceline.weights.host_copy import HostCopy  # needs xxhash, which a host may lack
 
-        worker = getattr(worker, "worker", worker)  # vLLM passes the wrapper that it keeps the worker in
+        worker = getattr(worker, "worker", worker)  # vLLM passes the worker's wrapper
         if not hasattr(worker, _KEPT):
             setattr(worker, _KEPT, HostCopy())
         return do(getattr(worker, _KEPT), own_weights(worker))
     except Exception:  # noqa: BLE001  counted as draft/restore_failures
-        _tell_first("the drafter's weights could not be kept or put back; it may draft worse, and costs no token")
+        _log_first("cannot keep or restore the drafter's weights; acceptance may drop, outputs stay correct")
         return {"failures": 1}
 
 
 @functools.cache
-def _tell_first(what: str) -> None:
-    """Log the first error of a kind, with its traceback: a reload may come every few seconds."""
+def _log_first(what: str) -> None:
+    """Log the first error of a kind with its traceback; reloads may come every few seconds."""
     logger.exception(what)

@@ -1,13 +1,13 @@
-"""Engine arguments filled in before vLLM makes its config of them, for hosts that pass no arguments of their users on.
+"""Fill in engine arguments before vLLM makes its config, for hosts that do not pass on their users' arguments.
 
-Every front end of vLLM (`LLM`, `AsyncLLM`, `vllm serve`) makes its config by one method, which is wrapped: what the
-filler returns is set, and if vLLM then refuses the arguments, they are put back as they were and it is asked again. So
-the host's engine starts as it would have without us. Wrapped only where the variable PACELINE is set.
+All front ends of vLLM (`LLM`, `AsyncLLM`, `vllm serve`) make their config by one method, which is wrapped: the filler's
+values are set, and if vLLM refuses them, the old values are restored and the method is called again. So the host's
+engine starts as without Paceline. Wrapped only if the variable PACELINE is set.
 
 Relied upon: vllm/engine/arg_utils.py, `EngineArgs.create_engine_config`, which may be called again on the same object
 (vLLM does so itself), and attributes of `EngineArgs` that can be set until then.
 
-Goes when vLLM lets a plugin give defaults of engine arguments.
+Goes when vLLM lets a plugin set defaults of engine arguments.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 logger = logging.getLogger("vllm.plugins.paceline")
 MODULE = "vllm.engine.arg_utils"
 _MARK = "paceline_fills"
-"""Attribute of the wrapped method: plugins may be loaded twice, and others may wrap it too."""
+"""Attribute of the wrapped method: plugins may load twice, and others may wrap it too."""
 
 
 def fill_before_use(filler: Callable[[Any], Mapping[str, Any]]) -> bool:
-    """Set what the filler returns, by name, before a config is made. False in a process that makes none: workers have
-    not imported vLLM's arguments, and need not."""
+    """Set the filler's values before a config is made. Return False in workers, which make no config and have not
+    imported vLLM's arguments."""
     if MODULE not in sys.modules:
         return False
     arguments_class = sys.modules[MODULE].EngineArgs
@@ -50,7 +50,7 @@ def fill_before_use(filler: Callable[[Any], Mapping[str, Any]]) -> bool:
                 raise
             refused = error
         vars(self).update(before)
-        config = stock(self, *args, **kwargs)  # raises again what was not our fault
+        config = stock(self, *args, **kwargs)  # raises again if the values were not the cause
         logger.warning("PACELINE: vLLM refused %s (%s); the engine starts without it", ", ".join(filled), refused)
         return config
 

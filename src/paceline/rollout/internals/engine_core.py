@@ -1,21 +1,21 @@
-"""The calls that a host makes to its workers: they come through EngineCore, where they are seen and ours are answered.
+"""Observe a host's calls to its workers in EngineCore, and answer ours.
 
     sleep, wake_up, collective_rpc(method) ──▶ EngineCore ──▶ executor ──▶ workers
                                                    │
-                       survival.before, after ◀────┤      told what is done to weights (drafter_survival.py)
-            engine_call(name), worker_call(name) ◀─┘      what a method name of ours stands for (rollout/calls.py)
+                       survival.before, after ◀────┤      observe changes of weights (drafter_survival.py)
+            engine_call(name), worker_call(name) ◀─┘      resolve our method names (rollout/calls.py)
 
-Hosts use `worker_extension_cls` themselves, and their calls reach the workers in many ways. What they have in common is
-EngineCore. Its three methods are wrapped when our scheduler is built in its process, and pass everything on for other
-schedulers. A name of ours is replaced by a function, which the executor carries to the workers as vLLM's
-`collective_rpc` carries functions; so it works from `LLM.collective_rpc` and from `POST /collective_rpc`.
+Hosts use `worker_extension_cls` themselves and call workers in many ways, but always through EngineCore. Its three
+methods are wrapped when our scheduler is built in its process; with other schedulers the wrappers do nothing. Our names
+are replaced by functions, which the executor sends to the workers. So they work from `LLM.collective_rpc` and from
+`POST /collective_rpc`.
 
 Relied upon:
   vllm/v1/engine/core.py        EngineCore: sleep(level), wake_up(tags), collective_rpc(method, timeout, args, kwargs),
                                 scheduler; model_executor.collective_rpc, which takes functions too
-  vllm/entrypoints/serve/dev/rpc/api_router.py    passes method and arguments of a request on as they are
+  vllm/entrypoints/serve/dev/rpc/api_router.py    passes on method and arguments of a request unchanged
 
-Goes when a plugin can add worker methods beside the host's extension, and `drafter_survival.py` has gone.
+Goes when a plugin can add worker methods beside the host's extension, and with `drafter_survival.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WATCHED = ("sleep", "wake_up", "collective_rpc")
 
 
 def install() -> None:
-    """Wrap EngineCore's methods, once in a process."""
+    """Wrap EngineCore's methods, once per process."""
     from vllm.v1.engine.core import EngineCore
 
     for name in WATCHED:
@@ -50,7 +50,7 @@ def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        # None while EngineCore is being built: it calls its workers before it has a scheduler.
+        # EngineCore calls its workers before it has a scheduler.
         scheduler: Any = getattr(self, "scheduler", None)
         if not hasattr(scheduler, "worker_call"):
             return method(self, *args, **kwargs)

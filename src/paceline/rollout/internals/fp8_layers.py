@@ -1,12 +1,11 @@
-"""FP8 layers of a running model: which layers are quantised, and the codes and scales that their kernels read.
+"""Read the codes and scales of a running model's FP8 layers.
 
-Relies on
-    vllm/model_executor/layers/quantization/online/fp8.py   Fp8PerBlockOnlineLinearMethod; `weight`, `weight_scale_inv`
-    vllm/model_executor/layers/linear.py                    LinearBase.quant_method
-    the CPU kernels of vllm/_C                              the order of codes in AMX tiles
+Relied upon:
+  vllm/model_executor/layers/quantization/online/fp8.py   Fp8PerBlockOnlineLinearMethod; `weight`, `weight_scale_inv`
+  vllm/model_executor/layers/linear.py                    LinearBase.quant_method
+  CPU kernels of vllm/_C                                  order of codes in AMX tiles
 
-because vLLM has no way to ask what a quantised layer holds. A method `weight_fingerprints` of its worker would let this
-go.
+Goes when vLLM's worker has a method `weight_fingerprints`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 
 
 def quantised_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Names and modules of the layers that were quantised as they were loaded."""
+    """Yield names and modules of the layers quantised at load."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
 
@@ -27,22 +26,21 @@ def quantised_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
 
 
 def held_codes(layer: torch.nn.Module) -> torch.Tensor:
-    """The memory that a layer's kernel reads its codes from, as it lies there."""
+    """Return the memory of the codes in the kernel's layout."""
     assert isinstance(layer.weight, torch.Tensor)
     return layer.weight.data
 
 
 def held_scale(layer: torch.nn.Module) -> torch.Tensor:
-    """The memory that a layer's kernel reads the scales of its blocks from."""
+    """Return the memory of the block scales."""
     assert isinstance(layer.weight_scale_inv, torch.Tensor)
     return layer.weight_scale_inv.data
 
 
 def codes_in_order(layer: torch.nn.Module) -> torch.Tensor:
-    """The codes of a layer in the order of the matrix.
+    """Return a layer's codes in matrix order.
 
-    On the CPU vLLM packs them for AMX tiles, 32 rows by pairs of columns, and keeps nothing else;
-    tests/engine/test_fp8.py fails if it packs them otherwise.
+    On the CPU vLLM keeps them only packed for AMX tiles, 32 rows by pairs of columns (tests/engine/test_fp8.py).
     """
     codes_NK = held_codes(layer)
     if codes_NK.device.type != "cpu":

@@ -1,12 +1,11 @@
-"""Scales of an FP8 KV cache: where attention kernels read them.
+"""Set the scales of an FP8 KV cache: vLLM reads them from checkpoints only, and a reload resets them to 1.
 
-Relies on
-    vllm/model_executor/layers/attention/attention.py   `_{q,k,v}_scale`, `_{q,k,v}_scale_float`, `_{k,v}_scale_cpu`
-    vllm/model_executor/models/utils.py                 extract_layer_index
-    vllm/utils/torch_utils.py                           is_quantized_kv_cache
+Relied upon:
+  vllm/model_executor/layers/attention/attention.py   `_{q,k,v}_scale`, `_{q,k,v}_scale_float`, `_{k,v}_scale_cpu`
+  vllm/model_executor/models/utils.py                 extract_layer_index
+  vllm/utils/torch_utils.py                           is_quantized_kv_cache
 
-because vLLM takes scales from a checkpoint only, and sets them back to 1 in a reload. A worker method `set_kv_scales`
-would let this go.
+Goes when vLLM's worker has a method `set_kv_scales`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from paceline.fp8 import KvScales
 
 
 def scaled_attention(model: torch.nn.Module) -> list[tuple[int, Any]]:
-    """Attention layers whose KV cache is in FP8, with their index in the model."""
+    """Return attention layers with an FP8 KV cache, with their index in the model."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.utils import extract_layer_index
     from vllm.utils.torch_utils import is_quantized_kv_cache
@@ -33,9 +32,9 @@ def scaled_attention(model: torch.nn.Module) -> list[tuple[int, Any]]:
 
 
 def set_kv_scales(model: torch.nn.Module, scales: KvScales) -> None:
-    """Put scales where attention kernels read them: some from a tensor, some from a number beside it.
+    """Set the scales in all places that attention kernels read: a tensor and a number beside it.
 
-    The KV cache must be empty or computed anew: it was written with the old scales (`VllmEngine.on_new_weights`).
+    The KV cache must be recomputed: it was written with the old scales (`VllmEngine.on_new_weights`).
     """
     for layer, attention in scaled_attention(model):
         for part, scale in (("q", scales.q[layer]), ("k", scales.k[layer]), ("v", scales.v[layer])):
@@ -46,7 +45,7 @@ def set_kv_scales(model: torch.nn.Module, scales: KvScales) -> None:
 
 
 def held_kv_scales(model: torch.nn.Module) -> dict[str, tuple[float, float]]:
-    """Every scale by its name in `KvScales.named`, read from the tensor and from the number beside it."""
+    """Return each scale by its name in `KvScales.named`, as tensor and as number."""
     return {
         f"kv_scales.layers.{layer}.{part}": (
             float(getattr(attention, f"_{part}_scale")),

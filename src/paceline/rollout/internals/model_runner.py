@@ -1,4 +1,4 @@
-"""Which of vLLM's two model runners an engine will use or a worker has, and what samples and drafts in it.
+"""Identify vLLM's model runner of an engine or worker, and its sampler and drafter.
 
     V1   vllm/v1/worker/gpu_model_runner.py    CPUs, and GPUs where V2 lacks a feature     `drafter`
     V2   vllm/v1/worker/gpu/model_runner.py    the default on GPUs since vLLM 0.32         `speculator`
@@ -20,8 +20,7 @@ Runner = Literal["v1", "v2"]
 
 
 def planned_runner(args: AsyncEngineArgs) -> Runner:
-    """The runner of an engine that is started with these arguments: vLLM decides by environment, platform and
-    features."""
+    """Return the runner of an engine with these arguments: vLLM decides by environment, platform and features."""
     return "v2" if args.create_engine_config().use_v2_model_runner else "v1"
 
 
@@ -30,7 +29,7 @@ def runner_version(worker: Worker) -> Runner:
 
 
 def proposer(worker: Worker) -> object | None:
-    """What proposes tokens in this worker; None without speculation."""
+    """Return the drafter of this worker, None without speculation."""
     if worker.speculative_config is None:
         return None
     runner = cast("Any", worker.model_runner)
@@ -38,6 +37,6 @@ def proposer(worker: Worker) -> object | None:
 
 
 def sampler(worker: Worker) -> object:
-    """What samples in this worker: under speculation that which verifies drafts."""
+    """Return the sampler of this worker, under speculation the rejection sampler."""
     runner = cast("Any", worker.model_runner)
     return runner.sampler if worker.speculative_config is None else runner.rejection_sampler

@@ -1,12 +1,12 @@
-"""vLLM's processes: which of them the current one is.
+"""Identify vLLM's processes by name: they do not end with the process that started them.
 
-    owner (VllmEngine) ── EngineCore ── worker        the worker may also live inside EngineCore (one GPU)
+    owner (VllmEngine) ── EngineCore ── worker        the worker may also run inside EngineCore (one GPU)
 
-Relies on the names that vLLM gives its processes
-    vllm/v1/engine/utils.py                     EngineCore, EngineCore_DP0, ...
-    vllm/v1/executor/multiproc_executor.py      VllmWorker-0, ...
+Relied upon:
+  vllm/v1/engine/utils.py                   names EngineCore, EngineCore_DP0, ...
+  vllm/v1/executor/multiproc_executor.py    names VllmWorker-0, ...
 
-because its processes do not end with the process that started them. It can go when they do.
+Goes when vLLM's processes end with their parent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ WORKER = "VllmWorker"
 
 
 def inside_vllm() -> bool:
-    """Whether this is one of vLLM's own processes."""
+    """Return whether this is one of vLLM's processes."""
     return multiprocessing.current_process().name.startswith((ENGINE_CORE, WORKER))
 
 
 def engine_core_pid() -> int:
-    """Process id of the EngineCore that this worker serves."""
+    """Return the process id of this worker's EngineCore."""
     inside = multiprocessing.current_process().name.startswith(ENGINE_CORE)
     return os.getpid() if inside else os.getppid()

@@ -1,9 +1,8 @@
-"""The rejection sampler of vLLM's V1 runner, called on tensors that the caller chose.
+"""Call the rejection sampler of vLLM's V1 runner on given tensors.
 
-An engine hides its sampler behind a model, so that what it draws from is never exactly known. Here the target and the
-draft are given, and the sampler is the one that the engine runs: `RejectionSampler.forward`, with the expansion of
-per-request temperatures and the sampling of the bonus token in it, and on the CPU with the kernels that vLLM installs
-in its workers.
+Behind a model, the sampler's target distribution is never exactly known. Here target and draft are inputs to the
+engine's own `RejectionSampler.forward`, with its expansion of per-request temperatures, its bonus token, and on CPUs
+the kernels that vLLM installs in its workers.
 
 Relied upon:
   vllm/v1/sample/rejection_sampler.py         RejectionSampler
@@ -11,7 +10,7 @@ Relied upon:
   vllm/v1/sample/metadata.py                  all fields of SamplingMetadata
   vllm/v1/spec_decode/llm_base_proposer.py    compute_probs_and_sample_next_token
 
-Certify needs it; it goes when vLLM offers its rejection sampler as a function of logits and drafts.
+Used by certify. Goes when vLLM offers its rejection sampler as a function of logits and drafts.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ class Verification:
 
     draft_ids_BK: torch.Tensor
     proposal_BKV: torch.Tensor | None
-    """What the drafts were drawn from, as the sampler keeps it: V1 probabilities, V2 logits before temperature. None
-    for drafts without a distribution (n-gram, greedy), which count as one-hot."""
+    """Distribution of the drafts: probabilities in V1, logits before temperature in V2. None for drafts without a
+    distribution (n-gram, greedy), which count as one-hot."""
     logits_BLV: torch.Tensor
     """Logits of the policy, before temperature."""
     temperature_B: torch.Tensor
 
 
 def rejection_sample(step: Verification) -> torch.Tensor:
-    """What vLLM emits: ids_BL, with -1 after the last emitted token of a request."""
+    """Return vLLM's output ids_BL, with -1 after the last token of a request."""
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -78,7 +77,7 @@ def rejection_sample(step: Verification) -> torch.Tensor:
 
 
 def draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft tokens and their distribution, as vLLM's probabilistic proposer makes them of a drafter's logits."""
+    """Sample draft tokens as vLLM's probabilistic proposer does; return them and their distribution."""
     from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_token
 
     install_cpu_kernels()
@@ -92,7 +91,7 @@ def draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.
 
 
 def _sampling_metadata(temperature_B: torch.Tensor) -> SamplingMetadata:
-    """Temperature and nothing else: no truncation, no penalties."""
+    """Return metadata with temperature only: no truncation, no penalties."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 

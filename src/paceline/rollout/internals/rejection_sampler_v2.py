@@ -1,14 +1,14 @@
-"""The rejection sampler of vLLM's V2 runner, the one that GPUs run, called on tensors that the caller chose.
+"""Call the rejection sampler of vLLM's V2 runner, used on GPUs, on given tensors.
 
-V2 verifies with Triton kernels of its own, which draw their noise from each request's seed and the token's position,
-and keeps the drafter's logits, before temperature, where V1 keeps probabilities. Here they are called as
-`RejectionSampler._verify` calls them, on the GPU, or on the CPU under Triton's interpreter.
+V2 verifies with its own Triton kernels, which derive noise from the request's seed and the token's position, and keeps
+the drafter's logits before temperature instead of probabilities. They are called as in `RejectionSampler._verify`, on
+the GPU, or on the CPU under Triton's interpreter.
 
 Relied upon:
   vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py   rejection_sample
   vllm/v1/worker/gpu/sample/gumbel.py                         apply_temperature, gumbel_sample
 
-Certify needs it; it goes when vLLM offers its rejection sampler as a function of logits and drafts.
+Used by certify. Goes when vLLM offers its rejection sampler as a function of logits and drafts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils.rejection_samp
 
 
 def rejection_sample(step: Verification) -> torch.Tensor:
-    """What vLLM emits: ids_BL, with -1 after the last emitted token of a request."""
+    """Return vLLM's output ids_BL, with -1 after the last token of a request."""
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
@@ -34,7 +34,7 @@ def rejection_sample(step: Verification) -> torch.Tensor:
     request_B = torch.arange(num_requests, dtype=torch.int32, device=device)
     request_N = request_B.repeat_interleave(num_rows)
     temperature_B = step.temperature_B.to(device)
-    # Row 0 of a request holds the token that was emitted last; its drafts follow.
+    # Row 0 of a request holds its last emitted token; drafts follow.
     input_BL = torch.nn.functional.pad(step.draft_ids_BK, (1, 0)).to(device)
     logits_NV = step.logits_BLV.reshape(-1, step.logits_BLV.shape[-1]).float().to(device, copy=True)
     apply_temperature(logits_NV, request_N, temperature_B)
@@ -56,7 +56,7 @@ def rejection_sample(step: Verification) -> torch.Tensor:
 
 
 def draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft tokens and the logits that they were drawn from, as V2's probabilistic speculators make them."""
+    """Sample draft tokens as V2's probabilistic speculators do; return them and their logits."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
     device = device_type()
@@ -78,5 +78,5 @@ def draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.
 
 
 def _seeds(num_requests: int, device: str) -> torch.Tensor:
-    """A seed for each request, at random as vLLM gives one to a request that names none."""
+    """Return a random seed per request, as vLLM does for requests without one."""
     return torch.randint(2**62, (num_requests,), dtype=torch.int64).to(device)

@@ -1,12 +1,13 @@
-"""Loading new weights into a running model: vLLM's layerwise reload, and two of its gaps on the CPU backend.
+"""Load new weights into a running model: vLLM's layerwise reload, and fixes of two gaps on the CPU backend.
 
-Relies on
-    vllm/model_executor/model_loader/reload/        initialize_layerwise_reload, finalize_layerwise_reload
-    vllm/model_executor/model_loader/mtp_validation.py      disable_mtp_completeness_check
-    vllm/model_executor/layers/vocab_parallel_embedding.py  ParallelLMHead, UnquantizedEmbeddingMethod
+vLLM's transfer backends call the same functions, but begin the reload before the bytes are checked.
 
-because vLLM's own transfer backends call the same functions, but begin the reload before the bytes have been checked. A
-base class in vLLM for backends that receive first and load then would let this go.
+Relied upon:
+  vllm/model_executor/model_loader/reload/                initialize_layerwise_reload, finalize_layerwise_reload
+  vllm/model_executor/model_loader/mtp_validation.py      disable_mtp_completeness_check
+  vllm/model_executor/layers/vocab_parallel_embedding.py  ParallelLMHead, UnquantizedEmbeddingMethod
+
+Goes when vLLM has a base class for backends that receive first and load then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.rollout.internals.platform import on_cpu
 
 
 def load_weights(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Begin a reload, which takes the old weights away, and load the new ones."""
+    """Begin a reload, which frees the old weights, and load the new ones."""
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -30,7 +31,7 @@ def load_weights(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tens
 
 
 def finish_loading(model: torch.nn.Module, model_config: Any) -> None:
-    """Pack, quantise and put into place what was loaded."""
+    """Pack and quantise the loaded weights and install them."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)
@@ -38,11 +39,10 @@ def finish_loading(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def reload_problem(method: str | None) -> str | None:
-    """Why a drafter of this kind (vLLM's `speculative_config.method`) must not be reloaded, if it must not.
+    """Return why a drafter of this kind (vLLM's `speculative_config.method`) cannot be reloaded, None if it can.
 
-    vLLM 0.32 builds DFlash's context projection at the end of a reload, on the CPU from layers that it has packed by
-    then and so emptied: the engine dies in its next step. tests/engine/test_drafters.py pushes one; this can go when
-    that ends well.
+    vLLM 0.32 builds DFlash's context projection at the end of a reload, on the CPU from layers that are packed and
+    empty by then: the engine crashes in its next step. Goes when tests/engine/test_drafters.py can push one.
     """
     if on_cpu() and method == "dflash":
         return "vLLM's CPU backend cannot take new weights of a DFlash drafter"
@@ -50,11 +50,11 @@ def reload_problem(method: str | None) -> str | None:
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:
-    """Give an output head that is tied to the embedding the new weights, on the CPU.
+    """Repack output heads that are tied to the embedding, on the CPU.
 
-    There vLLM computes a head from a packed copy of its weights and packs anew what a reload brings. To a tied head it
-    brings nothing, so that goes on with the old embedding while everything else is new. Seen in vLLM 0.32; the policy
-    of tests/engine/test_transfer.py is tied, so this can go when its log-probabilities are right without it.
+    vLLM's CPU backend computes a head from a packed copy and repacks loaded weights. A reload loads nothing into a tied
+    head, so it would keep the old embedding. Seen in vLLM 0.32. Goes when the log-probabilities of the tied policy in
+    tests/engine/test_transfer.py are right without it.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,

@@ -1,17 +1,18 @@
-"""A request to AsyncLLM and what it answers, as this release of vLLM has them.
+"""Submit requests to AsyncLLM and read their results.
 
 Relied upon:
   vllm/inputs/engine.py                  tokens_input: rendered input, which skips vLLM's tokenizer threads
-  vllm/v1/engine/async_llm.py            AsyncLLM.add_request returns a RequestOutputCollector; abort takes the names
-                                         that add_request was given, and knows nothing of those that have finished
+  vllm/v1/engine/input_processor.py      appends "-" and random characters to every request id
+  vllm/v1/engine/async_llm.py            AsyncLLM.add_request returns a RequestOutputCollector; abort takes the ids
+                                         passed to add_request, and ignores finished ones
   vllm/v1/engine/output_processor.py     RequestOutputCollector.get: with RequestOutputKind.FINAL_ONLY one, the last
   vllm/outputs.py                        CompletionOutput: finish_reason, weight_versions (a label per run of tokens,
                                          set by AsyncLLM.update_weight_version; 0.30 and 0.31 have none, see
                                          `version_spans`), spec_decode_metrics (num_draft_tokens,
                                          histogram of accepted tokens; `per_request_spec_decode_metrics="summary"`)
-  vllm/logprobs.py                       FlatLogprobs.logprobs: with `logprobs=0` that of each sampled token
+  vllm/logprobs.py                       FlatLogprobs.logprobs: with `logprobs=0` of each sampled token
 
-Goes when AsyncLLM hands out finished requests in a documented form that has versions and acceptance.
+Goes when AsyncLLM returns finished requests in a documented form with versions and acceptance.
 """
 
 from __future__ import annotations
@@ -30,16 +31,20 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
+def rollout_id(request_id: str) -> RolloutId:
+    """Return the rollout of the scheduler's `request_id`."""
+    return RolloutId.parse(request_id.split("-", maxsplit=1)[0])
+
+
 async def abort(llm: AsyncLLM, ids: Sequence[RolloutId]) -> None:
-    """End requests that were added, as far as they have not ended."""
+    """Abort unfinished requests."""
     await llm.abort([str(one) for one in ids])
 
 
 async def add(
     llm: AsyncLLM, request: RolloutRequest, params: SamplingParams, *, cache_salt: str
 ) -> RequestOutputCollector:
-    """Queue one request; its name is read back by `request_ids.rollout_id`. Cached prefixes are shared among requests
-    of one salt only."""
+    """Queue one request; `rollout_id` reads its id. Cached prefixes are shared among requests with the same salt."""
     from vllm.inputs.engine import tokens_input
 
     prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=cache_salt)

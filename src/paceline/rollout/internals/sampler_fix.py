@@ -1,10 +1,9 @@
-"""The one function of vLLM that is replaced, because with it speculation samples from a wrong distribution.
+"""Fix vLLM's rejection sampler on CPUs, which samples from a wrong distribution.
 
-Under speculation on the CPU, vLLM 0.32 and before take per-token temperature, top_k and top_p from uninitialised memory
-(vLLM issue 55005): what is sampled at a temperature above 0 is wrong, while greedy output is right. `sampler_is_sound`
-asks the function at fault; `mend_sampler` replaces it where, and only where, the answer is no. vLLM 0.30 moreover dies
-in its first verification, because it keeps its sampler's CPU kernels where nothing calls them; `install_cpu_kernels`
-puts them where it calls.
+Under speculation on the CPU, vLLM 0.32 and older read per-token temperature, top_k and top_p from uninitialised memory
+(vLLM issue 55005): samples at a temperature above 0 are wrong, greedy output is right. `sampler_is_sound` tests the
+faulty function; `mend_sampler` replaces it only if the test fails. vLLM 0.30 also crashes in its first verification,
+because it installs its sampler's CPU kernels in the wrong place; `install_cpu_kernels` installs them in the right one.
 
 Relied upon:
   vllm/v1/sample/rejection_sampler.py   expand_batch_to_tokens, a global that its callers look up; expand_kernel
@@ -13,7 +12,7 @@ Relied upon:
   vllm/platforms/interface.py           register_triton_kernel_overrides
   vllm/triton_utils/importing.py        HAS_TRITON: true on the CPU under Triton's interpreter only
 
-Goes when no supported vLLM needs it: `test_probe_sees_the_fault_of_the_cpu_sampler` fails on the first that does not.
+Goes when no supported vLLM needs it: `test_probe_sees_the_fault_of_the_cpu_sampler` fails on the first sound version.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def sampler_is_sound() -> bool:
-    """Whether vLLM's rejection sampler gives every draft token the temperature of its own request."""
+    """Return whether the rejection sampler applies the temperature of the right request to each draft token."""
     import torch
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
@@ -37,19 +36,17 @@ def sampler_is_sound() -> bool:
     temperature_B = torch.tensor([0.6, 1.3, 2.5], device=device)
     ends_B = torch.tensor([2, 5, 6], dtype=torch.int32, device=device)
     expected_T = torch.tensor([0.6, 0.6, 1.3, 1.3, 1.3, 2.5])
-    # Memory left over from an earlier right answer would look right again, so the allocator's free block is dirtied
-    # first.
+    # Overwrite the allocator's free block: stale memory of an earlier correct result would look correct.
     torch.full((6,), -1.0, device=device)
     try:
         expanded_T = rejection_sampler.expand_batch_to_tokens(temperature_B, ends_B, 6)
-    except TypeError:  # vLLM before 0.31 calls a kernel that is not there
+    except TypeError:  # vLLM before 0.31 calls a missing kernel
         return False
     return torch.equal(expanded_T.cpu(), expected_T)
 
 
 def install_cpu_kernels() -> None:
-    """On the CPU vLLM replaces its Triton kernels, one of them faulty, when a worker starts; without a worker we ask
-    for it."""
+    """Install vLLM's CPU kernels in place of its Triton kernels, as its worker does at start."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
@@ -58,8 +55,8 @@ def install_cpu_kernels() -> None:
     try:
         from vllm.triton_utils.dispatcher import KernelOverride
     except ModuleNotFoundError:
-        # vLLM 0.30: its worker puts them beside the sampler's dispatchers, and the first draft kills it. Before that
-        # there are no dispatchers, and the worker puts the kernels where they are called.
+        # vLLM 0.30 installs them beside the sampler's dispatchers and crashes at the first draft. Older versions have
+        # no dispatchers.
         from vllm.utils import cpu_triton_utils
 
         for name in ("rejection_greedy_sample", "rejection_random_sample", "sample_recovered_tokens"):
@@ -68,8 +65,7 @@ def install_cpu_kernels() -> None:
         return
     if isinstance(rejection_sampler.expand_kernel, KernelOverride):
         return
-    # It looks at every attribute of every module, deprecated ones too, and stumbles over one of llvmlite, which numba
-    # brings.
+    # It reads every attribute of every module, and a deprecated one of llvmlite (a dependency of numba) raises.
     llvmlite = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "llvmlite"}
     try:
         with warnings.catch_warnings():
@@ -80,18 +76,17 @@ def install_cpu_kernels() -> None:
 
 
 def needs_mending() -> bool:
-    """Whether speculation would be wrong in this process as it is."""
+    """Return whether speculation would be wrong in this process."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    # Only kernels that stand in for Triton's on the CPU have the fault, and asking would initialise CUDA in processes
-    # that vLLM is going to fork.
+    # Only CPU replacements of Triton kernels have the fault, and the test would initialise CUDA in processes that vLLM
+    # forks.
     return current_platform.is_cpu() and not HAS_TRITON and not sampler_is_sound()
 
 
 def mend_sampler() -> bool:
-    """Replace the one function at fault, if this vLLM has the fault; True when it did. Runs in every vLLM process at
-    its start."""
+    """Replace the faulty function if necessary and return whether it was. Runs at the start of every vLLM process."""
     if not needs_mending():
         return False
     from vllm.v1.sample import rejection_sampler
@@ -107,6 +102,6 @@ def mend_sampler() -> bool:
 def _expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """[a, b] with ends [2, 5] becomes [a, a, b, b, b]."""
+    """Expand [a, b] with ends [2, 5] to [a, a, b, b, b]."""
     lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(lengths, output_size=num_tokens)

@@ -1,4 +1,4 @@
-"""What of vLLM's scheduler ours needs: who is in the batch, how far to draft next, what a step did, what is cached.
+"""Access vLLM's scheduler: requests in the batch, draft length, results of a step, cached prefixes.
 
 Relied upon:
   vllm/v1/core/sched/scheduler.py    Scheduler: `running` and `waiting` (requests with `num_tokens`), `num_spec_tokens`,
@@ -11,10 +11,10 @@ Relied upon:
                                      scheduled_spec_decode_tokens, num_spec_tokens_to_schedule
   vllm/v1/outputs.py                 ModelRunnerOutput: sampled_token_ids, req_id_to_index; DraftTokenIds
 
-A step has no number of its own in vLLM. Its SchedulerOutput goes through the engine as one object, so the scheduler
-knows a step by the identity of that object and keeps the object until its results are there.
+Steps have no number in vLLM. A SchedulerOutput passes through the engine as one object, so the scheduler identifies a
+step by that object and keeps it until the results arrive.
 
-Goes when vLLM has a `set_draft_length` and tells a scheduler what a step took.
+Goes when vLLM has a `set_draft_length` and reports the duration of a step to the scheduler.
 """
 
 from __future__ import annotations
@@ -30,43 +30,42 @@ if TYPE_CHECKING:
 
 
 def num_requests(scheduler: Scheduler) -> int:
-    """Requests that the next step may have."""
+    """Return the number of requests in the next step."""
     return min(len(scheduler.running) + len(scheduler.waiting), scheduler.max_num_running_reqs)
 
 
 def context_tokens(scheduler: Scheduler) -> int:
-    """Tokens of all running requests."""
+    """Return the tokens of all running requests."""
     return sum(request.num_tokens for request in scheduler.running)
 
 
 def limit_requests(scheduler: Scheduler, most: int) -> None:
-    """Run at most this many requests at once from the next step on, no more than the engine was built for; the others
-    wait."""
+    """Run at most this many requests at once from the next step; the others wait."""
     assert most <= scheduler.scheduler_config.max_num_seqs
     scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = most
 
 
 def forget_prefixes(scheduler: Scheduler) -> None:
-    """Let no later request find what is cached now. Unlike vLLM's `reset_prefix_cache` it leaves running requests
-    their blocks, and works while there are any."""
+    """Evict all cached prefixes. Unlike vLLM's `reset_prefix_cache`, this works with running requests, which keep their
+    blocks."""
     manager = scheduler.kv_cache_manager
     manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
 
 
 def set_draft_length(scheduler: Scheduler, table: list[int] | None) -> None:
-    """Have the next step drafted for by this table: a draft length for every batch size. None without speculation."""
+    """Set the draft length per batch size for the next step. None without speculation."""
     scheduler.dynamic_sd_lookup = table
 
 
 def cut_drafts(scheduler: Scheduler, drafts: DraftTokenIds) -> None:
-    """Drop what was drafted beyond the chosen length: a proposer of vLLM's `custom_class` is not told the length."""
+    """Drop draft tokens beyond the chosen length: proposers of vLLM's `custom_class` do not receive the length."""
     if scheduler.dynamic_sd_lookup is not None:
         for tokens in drafts.draft_token_ids:
             del tokens[scheduler.dynamic_sd_lookup[-1] :]
 
 
 def emitted(output: SchedulerOutput, results: ModelRunnerOutput) -> dict[str, int]:
-    """Tokens that each request of the step was given; empty for a step that samples nothing."""
+    """Return the emitted tokens per request; empty for a step without sampling."""
     sampled = results.sampled_token_ids
     if not sampled:
         return {}
@@ -75,12 +74,12 @@ def emitted(output: SchedulerOutput, results: ModelRunnerOutput) -> dict[str, in
 
 
 def drafted(output: SchedulerOutput) -> dict[str, int]:
-    """Draft tokens of each request that had any to verify."""
+    """Return the verified draft tokens per request with drafts."""
     return {request_id: len(tokens) for request_id, tokens in output.scheduled_spec_decode_tokens.items()}
 
 
 def step(output: SchedulerOutput, emitted: dict[str, int], context_tokens: int, seconds: float) -> Step:
-    """What a step did, as the selector is shown it."""
+    """Summarize a step for the selector."""
     drafts = drafted(output)
     verified = max(drafts.values(), default=0)
     proposed_at, accepted_at = [0] * verified, [0] * verified

@@ -1,12 +1,13 @@
-"""Ending AsyncLLM in order.
+"""Shut down AsyncLLM without error messages.
 
-Relies on
-    vllm/v1/engine/async_llm.py     AsyncLLM.output_handler, the task that waits for outputs; `__del__` calls `shutdown`
+`AsyncLLM.shutdown` ends EngineCore before it cancels the output handler, which then reports a crash with a traceback in
+every successful run (vLLM issue 48745). When Python exits, `__del__` calls `shutdown` again, in a module without
+globals.
 
-because `AsyncLLM.shutdown` ends the EngineCore before it cancels that task, which then reports the end as a crash:
-"AsyncLLM output_handler failed" with a traceback, in every run that went well (vLLM issue 48745). And when Python ends,
-`__del__` calls `shutdown` once more, in a module whose names are gone by then. Goes when vLLM cancels first and shuts
-down once.
+Relied upon: vllm/v1/engine/async_llm.py, AsyncLLM.output_handler, the task that waits for outputs; `__del__` calls
+`shutdown`.
+
+Goes when vLLM cancels its handler first and shuts down once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 async def shut_down(llm: AsyncLLM, timeout_s: float) -> None:
-    """End the engine's processes; `timeout_s` is what the EngineCore gets to end by itself."""
+    """Stop the engine's processes. EngineCore has `timeout_s` to stop by itself."""
     if llm.output_handler is not None:
         llm.output_handler.cancel()
         await asyncio.wait([llm.output_handler])

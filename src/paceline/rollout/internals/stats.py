@@ -1,6 +1,8 @@
-"""The shape of vLLM's statistics, which its stat loggers get after every step.
+"""Read vLLM's statistics, which its stat loggers receive after every step.
 
-vLLM says of them that they "are not considered stable interfaces". Relied upon:
+vLLM documents that they "are not considered stable interfaces".
+
+Relied upon:
   vllm/v1/metrics/stats.py          SchedulerStats: num_running_reqs, num_waiting_reqs, num_skipped_waiting_reqs,
                                     kv_cache_usage, prefix_cache_stats (queries, hits), spec_decoding_stats;
                                     IterationStats: num_generation_tokens, num_preempted_reqs
@@ -9,7 +11,7 @@ vLLM says of them that they "are not considered stable interfaces". Relied upon:
                                     engine_idx), log, log_engine_initialized, record_sleep_state; `stat_loggers` of
                                     AsyncLLM takes factories
 
-Goes when vLLM's Prometheus metrics can be read in the process without a registry that all engines of the process share.
+Goes when vLLM's Prometheus metrics can be read in the process without a registry shared by all its engines.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ GAUGES = ("running_requests", "waiting_requests", "kv_usage")
 
 
 def totals(scheduler: SchedulerStats | None, iteration: IterationStats | None) -> dict[str, float]:
-    """What one record adds to each of TOTALS."""
+    """Return the increments of TOTALS in one record."""
     counted: dict[str, float] = {}
     if iteration is not None:
         counted["generated_tokens"] = iteration.num_generation_tokens
@@ -46,7 +48,7 @@ def totals(scheduler: SchedulerStats | None, iteration: IterationStats | None) -
 
 
 def gauges(scheduler: SchedulerStats) -> dict[str, float]:
-    """What holds now, by GAUGES."""
+    """Return the current values of GAUGES."""
     waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
     return {
         "running_requests": float(scheduler.num_running_reqs),

@@ -1,6 +1,6 @@
-"""Which versions of vLLM this release was written against.
+"""Supported versions of vLLM.
 
-Relies on `vllm.__version__` only. Stays as long as anything else stands in this folder.
+Relied upon: `vllm.__version__`. Goes with the last other file of this folder.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ import re
 
 OLDEST = (0, 30)
 OLDEST_HOST = (0, 24)
-"""Oldest vLLM of other hosts: scheduler and PACELINE need less of vLLM than our own engines (docs/support.md says which
-versions have run)."""
+"""Oldest vLLM of other hosts: scheduler and PACELINE use fewer interfaces than our engines (docs/support.md has the
+tested versions)."""
 NEWEST = (0, 32)
 KNOWN = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 KNOWN_HOSTS = f"{OLDEST_HOST[0]}.{OLDEST_HOST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
 def is_known(version: str, oldest: tuple[int, int] = OLDEST) -> bool:
-    """Whether this release was written against a vLLM of this version; one that is no number is not known."""
+    """Return whether this version of vLLM is supported; versions without a number are not."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return numbers is not None and oldest <= (int(numbers[1]), int(numbers[2])) <= NEWEST
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM that this release was not written against: its internals move with every minor release."""
+    """Refuse an unsupported vLLM: its internals change with every minor release."""
     if not is_known(version):
         raise ValueError(
             f"vllm: got {version}; must be {KNOWN} because the weight wire and the worker extension use interfaces "

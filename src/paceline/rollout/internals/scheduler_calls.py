@@ -1,11 +1,10 @@
-"""One utility method added to vLLM's EngineCore: the way to our scheduler from the process that owns the engine.
+"""Call our scheduler from the engine's owner, through a utility method added to vLLM's EngineCore.
 
     VllmEngine ── call_utility_async("paceline_scheduler", method, value) ──▶ EngineCore ──▶ scheduler.method(value)
 
-vLLM runs the scheduler in EngineCore's process and offers no call into it: `collective_rpc` ends in the workers.
-EngineCore looks up utility methods by name on itself, so one more method is a door; nothing of vLLM is replaced.
-EngineCore answers utility calls between two steps, on the thread that schedules, so neither side needs a lock.
-Arguments and answers are plain data (msgpack).
+The scheduler runs in EngineCore's process, and `collective_rpc` ends in the workers. EngineCore looks up utility
+methods on itself by name, so adding one replaces nothing. It answers them between two steps, on the thread that
+schedules, so neither side needs a lock. Arguments and answers are plain data (msgpack).
 
 Relied upon:
   vllm/v1/engine/core.py          EngineCore.scheduler; EngineCoreProc looks utility methods up with getattr and passes
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 
 NAME = "paceline_scheduler"
 METHODS = frozenset({"counters", "take_timeline", "set_draft_limit"})
-"""Methods of `scheduler.AdaptiveScheduler` that may be called."""
+"""Callable methods of `scheduler.AdaptiveScheduler`."""
 
 
 def install() -> None:
-    """Add the method to EngineCore. The scheduler does so when it is built, which happens in EngineCore's process."""
+    """Add the method to EngineCore. The scheduler calls this on construction, in EngineCore's process."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, NAME, _paceline_scheduler)
