@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """A question to the planner in the user's terms. Each field is an option of `paceline plan`."""
-=======
-"""Options of `paceline plan`."""
->>>>>>> b5f9b58 (Rewrite the prose of rollout, selector and plan, and merge small internals)
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ def _option(help: str, default: Any = MISSING, **settings: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-<<<<<<< HEAD
     model: str = _option(
         "config.json of Hugging Face or its directory, known name, or TOML config", metavar="MODEL|CONFIG"
     )
@@ -34,32 +29,6 @@ class Request:
     prompt_tokens: int = _option("tokens of a usual prompt", 256, type=int, metavar="N")
     drafter: Literal["eagle3", "dflash", "ngram"] = _option(
         "kind of drafter", "eagle3", choices=("eagle3", "dflash", "ngram")
-=======
-    """Each field is an option; its metadata are argparse settings."""
-
-    model: str = field(
-        metadata={
-            "positional": True,
-            "metavar": "MODEL|CONFIG",
-            "help": "Hugging Face config.json or its directory, known name, or TOML config",
-        }
-    )
-    gpus: str = field(metadata={"metavar": "NxGPU", "help": "such as 8xH100; an unknown kind lists the known ones"})
-    batch: int | None = _option(None, type=int, metavar="N", help="rollouts in a step (512, or as the config says)")
-    group_size: int | None = _option(
-        None, type=int, metavar="N", help="rollouts of a prompt (16, or as the config says)"
-    )
-    lengths: str = field(
-        metadata={
-            "metavar": "FILE|MEAN/MAX",
-            "help": "of responses: metrics.jsonl of a run, a file with one length (or length and count) a line, or "
-            "such as 4000/32768",
-        }
-    )
-    prompt_tokens: int = _option(256, type=int, metavar="N", help="of a usual prompt (%(default)s)")
-    drafter: Literal["eagle3", "dflash", "ngram"] = _option(
-        "eagle3", choices=("eagle3", "dflash", "ngram"), help="drafter (%(default)s)"
->>>>>>> b5f9b58 (Rewrite the prose of rollout, selector and plan, and merge small internals)
     )
     accepted_length: float | None = _option(
         "tokens per verification of 3 drafts, bonus included (published: EAGLE-3 2.64, n-gram 2.26)",
@@ -68,21 +37,11 @@ class Request:
         metavar="A",
     )
     trained_length: float | None = _option(
-<<<<<<< HEAD
         "the same with a drafter trained during the run (published: 2.80)", None, type=float, metavar="A"
     )
     tensor_parallel: int | None = _option("GPUs per engine (the fewest that fit)", None, type=int, metavar="N")
     learner_gpus: int | None = _option("GPUs of the learner (for the shortest step)", None, type=int, metavar="N")
     max_age: int = _option("policy age of the asynchronous arms, in versions", 1, type=int, metavar="N")
-=======
-        None, type=float, metavar="A", help="the same for a drafter trained online (published: 2.80)"
-    )
-    tensor_parallel: int | None = _option(None, type=int, metavar="N", help="GPUs of an engine (the fewest that fit)")
-    learner_gpus: int | None = _option(
-        None, type=int, metavar="N", help="GPUs of the learner (the number with the shortest step)"
-    )
-    max_age: int = _option(1, type=int, metavar="N", help="of the asynchronous arms, in policy versions (%(default)s)")
->>>>>>> b5f9b58 (Rewrite the prose of rollout, selector and plan, and merge small internals)
     costs: Sequence[Path] = _option(
         "step times from `paceline tune` instead of a roofline; repeat for FP8",
         (),
