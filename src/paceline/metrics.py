@@ -1,13 +1,12 @@
-"""Metric values that know how to reduce, and the sinks that they go to.
+"""Metric values that know how to reduce, and the sinks that receive them.
 
-A worker sends counts (`Mean(total, count)`), the reader makes the rate: a mean of means cannot happen. Keys are paths
-such as `rollout/accepted_length`. `metrics.jsonl` is always written, one JSON object a line, and everything else
-(console, report, W&B) is made from the same records. A sink that fails costs nothing but a count in
-`metrics/sink_errors`, and a full disk nothing but records, counted in `metrics/records_lost`.
+Workers send counts (`Mean(total, count)`) and readers compute rates, which rules out a mean of means. Keys are paths
+such as `rollout/accepted_length`. `metrics.jsonl` is always written, one JSON object per line; console, report and
+trackers use the same records. Sink failures are counted in `metrics/sink_errors`, lost records in
+`metrics/records_lost`; neither ends the run.
 
-Metrics of a step have a fixed size, and those of every step are kept. Details (`DETAILS`) have the size of the batch or
-of the fleet, and would be gigabytes after some thousand steps: together they get `DETAIL_BYTES`, and whenever they have
-filled them, details of steps in between are dropped until they take half.
+Metrics are kept for every step. Details (`DETAILS`) grow with the batch and the fleet, to gigabytes after some thousand
+steps. When they exceed `DETAIL_BYTES`, details of intermediate steps are dropped until half of that is left.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from typing import Any, Protocol, Self
 from paceline.files import atomic_file, read_jsonl
 
 DETAILS = ("rollouts", "draft_length", "mismatch", "places", "texts")
-"""Kinds of records that are not kept for every step of a long run."""
+"""Kinds of records that long runs do not keep for every step."""
 DETAIL_BYTES = 64 * 2**20
 _BLOCK_STEPS = 8
-"""Successive steps that are kept or dropped together: in asynchronous training one step does not tell what engines
-did."""
+"""Consecutive steps to keep or drop together: in asynchronous training, generation spans several steps."""
 _DETAIL_LINE = re.compile(rb'\{"kind": "(?:%s)", "step": (\d+),' % "|".join(DETAILS).encode())
 
 
@@ -59,7 +57,7 @@ class Mean:
 
     @classmethod
     def of_known(cls, values: Sequence[float]) -> Mean:
-        """The mean of those that are numbers."""
+        """Return the mean without NaNs."""
         return cls.of([value for value in values if not math.isnan(value)])
 
 
@@ -79,7 +77,7 @@ class Max:
     maximum: float
 
     def merge(self, other: Max) -> Max:
-        # max() forgets a NaN that comes second: a gap that is not a number must stay visible whatever the order.
+        # max() drops a NaN in second place; a NaN must stay visible in any order.
         return other if math.isnan(other.maximum) else Max(max(self.maximum, other.maximum))
 
     def value(self) -> float:
@@ -94,7 +92,7 @@ class Metrics:
 
     def add(self, key: str, metric: Metric) -> None:
         known = self._values.get(key)
-        # A Sum that swallows a Mean would be a wrong number with nothing to show it.
+        # Merging a Sum with a Mean would silently give a wrong number.
         assert known is None or type(known) is type(metric), (
             f"{key}: {type(known).__name__} merged with {type(metric).__name__}"
         )
@@ -109,8 +107,8 @@ class Metrics:
 
 
 class Sink(Protocol):
-    """Takes records as they come. `kind` says what one is: "run", "stage", "step", "rollouts", "draft_length",
-    "mismatch", "places", "eval", "texts", "event", "progress"."""
+    """Consumer of records. `kind` is "run", "stage", "step", "rollouts", "draft_length", "mismatch", "places", "eval",
+    "texts", "event" or "progress"."""
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None: ...
 
@@ -118,7 +116,7 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """metrics.jsonl: the one record of a run. Flushed at every line, so a crash loses nothing that was written."""
+    """Write metrics.jsonl, unbuffered, so that a crash loses no record."""
 
     def __init__(self, path: Path, *, detail_bytes: int = DETAIL_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +127,7 @@ class JsonlSink:
         self._file = self._open()
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
-        """Append one line, or nothing: half a line is taken back before the error is raised."""
+        """Append one line; remove a partial line before raising an error."""
         assert "kind" not in record, "the kind of a record is not one of its fields"
         line = memoryview((json.dumps({"kind": kind, **record}, allow_nan=True) + "\n").encode())
         num_bytes, length = len(line), os.fstat(self._file.fileno()).st_size
@@ -142,17 +140,17 @@ class JsonlSink:
         if kind in DETAILS:
             self._num_bytes += num_bytes
             if self._num_bytes > self._thin_at:
-                self._thin_at = self._num_bytes + self._detail_bytes // 2  # if this fails, not at every line again
+                self._thin_at = self._num_bytes + self._detail_bytes // 2  # if this fails, do not retry at every line
                 self._thin()
 
     def close(self) -> None:
         self._file.close()
 
     def _open(self) -> FileIO:
-        return self._path.open("ab", buffering=0)  # a buffer would hold on to what a full disk has not taken
+        return self._path.open("ab", buffering=0)  # a buffer would keep data that a full disk refused
 
     def _thin(self) -> None:
-        """Drop details of steps in between; those of the first and of the newest step stay."""
+        """Drop details of intermediate steps; keep the first and the newest step."""
         sizes = _detail_sizes(self._path)
         newest, stride = max(sizes), 1
         while (left := _left(sizes, stride, newest)).total() > self._detail_bytes // 2 and stride <= newest:
@@ -166,7 +164,7 @@ class JsonlSink:
 
 
 def _detail_sizes(path: Path) -> Counter[int]:
-    """Bytes of the details of each step."""
+    """Return the bytes of details by step."""
     sizes: Counter[int] = Counter()
     with path.open("rb") as file:
         for line in file:
@@ -176,14 +174,14 @@ def _detail_sizes(path: Path) -> Counter[int]:
 
 
 def _left(sizes: Counter[int], stride: int, newest: int) -> Counter[int]:
-    """What is left of the details when one of `stride` blocks of steps is kept."""
+    """Return the sizes that are left after keeping one of `stride` blocks of steps."""
     return Counter(
         {step: size for step, size in sizes.items() if step == newest or (step - 1) // _BLOCK_STEPS % stride == 0}
     )
 
 
 def _drop_cut_line(path: Path) -> None:
-    """Cut a file back to its last whole line, so that what is appended does not melt into what a crash left."""
+    """Truncate a file to its last complete line, so that new lines do not continue a partial one."""
     if not path.is_file():
         return
     with path.open("r+b") as file:
@@ -200,36 +198,35 @@ def _drop_cut_line(path: Path) -> None:
 
 
 class Recorder:
-    """Fans records out to sinks, of which the first is the record of truth. None of them may end the run."""
+    """Send records to metrics.jsonl and other sinks. Their failures are counted and never end the run."""
 
     def __init__(self, truth: Sink, others: Sequence[Sink] = ()) -> None:
         self._truth = truth
         self._others = tuple(others)
         self._when: dict[str, Any] = {"step": 0, "time_s": 0.0}
         self.counts = Counter({"metrics/sink_errors": 0, "metrics/records_lost": 0})
-        """Failures since the start by metric key; every step's record has them."""
+        """Failures since the start by metric key, in the record of every step."""
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
         self._when |= {key: record[key] for key in self._when if key in record}
         try:
             self._truth.write(kind, record)
-        except OSError as error:  # mostly a full disk: the run is worth more than its record, and room may come back
+        except OSError as error:  # usually a full disk: the run matters more than its record, and space may be freed
             self.counts["metrics/records_lost"] += 1
             if self.counts["metrics/records_lost"] == 1:
                 self.show("event", {**self._when, "what": "metrics_not_written", "why": str(error)})
         self.show(kind, record)
 
     def event(self, what: str, **fields: object) -> None:
-        """Record something that an operator should find later, for parts without the run's clock: it stands at the
-        time of the last record."""
+        """Record an event from a part without the run's clock, at the time of the last record."""
         self.write("event", {**self._when, "what": what, **fields})
 
     def show(self, kind: str, record: Mapping[str, Any]) -> None:
-        """Send what only a person who watches needs, such as "progress"; it is not kept in metrics.jsonl."""
+        """Send a record, such as "progress", to live displays but not to metrics.jsonl."""
         for sink in self._others:
             try:
                 sink.write(kind, record)
-            except Exception:  # noqa: BLE001  a sink may fail in any way; the run goes on and the count says so
+            except Exception:  # noqa: BLE001  a sink may fail in any way; the run continues and the count reports it
                 self.counts["metrics/sink_errors"] += 1
 
     def close(self) -> None:
@@ -245,8 +242,7 @@ class Recorder:
 
 
 def stream_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield kind and content of the records of a metrics.jsonl, one at a time. A last line cut off by a crash is left
-    out."""
+    """Yield the kind and content of each record of a metrics.jsonl; skip a last line that a crash cut off."""
     for number, record in read_jsonl(path, strict=True):
         kind = record.pop("kind", None) if isinstance(record, dict) else None
         if not isinstance(kind, str):
@@ -258,7 +254,7 @@ def stream_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """All records of a metrics.jsonl by kind; for a short run, since all are held in memory."""
+    """Return all records of a metrics.jsonl by kind. They are held in memory; stream long runs instead."""
     records: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for kind, record in stream_metrics(path):
         records[kind].append(record)

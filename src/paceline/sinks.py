@@ -1,10 +1,10 @@
-"""Where a run's metrics go besides metrics.jsonl: the trackers that others watch. All of them use its names.
+"""Experiment trackers as sinks, with the metric names of metrics.jsonl.
 
-| `run.sinks`   | what                                                                               |
+| `run.sinks`   | destination                                                                        |
 |---------------|------------------------------------------------------------------------------------|
 | `wandb`       | Weights & Biases, project `paceline`                                               |
 | `tensorboard` | event files in the run's directory                                                 |
-| `mlflow`      | experiment `paceline` of the store that MLFLOW_TRACKING_URI names                  |
+| `mlflow`      | experiment `paceline` of the store in MLFLOW_TRACKING_URI                          |
 | `prometheus`  | gauges on this machine's loopback, `run.prometheus_port`; `/` in a name becomes `_` |
 """
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from prometheus_client import Gauge
 
 _WITH_METRICS = ("step", "eval")
-"""Records that have a step and metrics."""
+"""Kinds of records with a step and metrics."""
 _TEXTS = "eval/texts"
-"""Name of sampled texts where a tracker shows text."""
+"""Key of sampled texts."""
 
 
 class WandbSink:
@@ -80,7 +80,7 @@ class MlflowSink:
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
         if kind in _WITH_METRICS:
-            # MLflow refuses a batch with a value that is not a number.
+            # MLflow refuses a batch with a NaN.
             metrics = {key: value for key, value in record["metrics"].items() if math.isfinite(value)}
             self._mlflow.log_metrics(metrics, step=record["step"])
         elif kind == "texts":
@@ -94,7 +94,7 @@ class PrometheusSink:
     def __init__(self, config: Config, directory: Path) -> None:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-        registry = CollectorRegistry()  # not the one that vLLM fills in its processes
+        registry = CollectorRegistry()  # vLLM uses the default registry
         self._new_gauge = partial(Gauge, labelnames=["run"], registry=registry)
         self._gauges: dict[str, Gauge] = {}
         self._run = directory.name
@@ -118,10 +118,10 @@ SINKS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "mlflow": MlflowSin
 
 
 def open_sinks(config: Config, directory: Path) -> list[Sink]:
-    """Open the trackers that the config names, for the run in this directory."""
+    """Open the trackers of `run.sinks` for the run in this directory."""
     sinks: list[Sink] = []
     for name in config.run.sinks:
-        if name == "console":  # the session's own
+        if name == "console":  # opened by the session
             continue
         try:
             sinks.append(SINKS[name](config, directory))
@@ -133,7 +133,7 @@ def open_sinks(config: Config, directory: Path) -> list[Sink]:
 
 
 def _markdown(texts: Sequence[Mapping[str, Any]]) -> str:
-    """Sampled texts as indented blocks: whatever a policy writes, none of it becomes markup."""
+    """Format sampled texts as indented blocks, so that no output of a policy becomes markup."""
     blocks: list[str] = []
     for text in texts:
         blocks.append(f"**{text['which']}, reward {text['reward']:g}** ({text['prompt_id']})")
@@ -143,5 +143,5 @@ def _markdown(texts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def prometheus_name(key: str) -> str:
-    """Return a metric's name in Prometheus: paceline_time_generation_s of time/generation_s."""
+    """Return the Prometheus name of a metric: paceline_time_generation_s for time/generation_s."""
     return "paceline_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)

@@ -121,9 +121,9 @@ def test_nothing_that_a_command_has_started_outlives_its_sigterm(waits: bool, mo
 @pytest.mark.parametrize(
     ("number", "directory", "code", "says"),
     [
-        (signal.SIGTERM, Path("runs/x"), 75, "go on with: paceline train --resume runs/x"),
-        (signal.SIGINT, Path("runs/x"), 130, "go on with: paceline train --resume runs/x"),
-        (signal.SIGTERM, None, 143, "there is nothing to go on from"),
+        (signal.SIGTERM, Path("runs/x"), 75, "resume with: paceline train --resume runs/x"),
+        (signal.SIGINT, Path("runs/x"), 130, "resume with: paceline train --resume runs/x"),
+        (signal.SIGTERM, None, 143, "it cannot be resumed"),
     ],
 )
 def test_an_interrupted_run_says_how_to_go_on_and_lets_a_cluster_see_it(

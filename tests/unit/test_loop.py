@@ -642,7 +642,7 @@ def test_a_long_answer_is_recorded_with_its_beginning_and_its_end(tmp_path):
     records, _ = simulate(tmp_path, config, decode=lambda ids: "begin" + 30_000 * "-" + "#### 42")
     completion = records["texts"][0]["texts"][0]["completion"]
     assert completion.startswith("begin-") and completion.endswith("-#### 42") and len(completion) < 2100
-    assert "28,012 characters left out" in completion
+    assert "28,012 characters omitted" in completion
 
 
 def test_without_a_tokenizer_no_texts_are_recorded(tmp_path):

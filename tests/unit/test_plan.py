@@ -76,7 +76,7 @@ def copies_of_the_loop(path: str, tree: ast.Module) -> list[str]:
     homes = {
         "one_step": "orchestrator/loop.py",
         "on_version": "orchestrator/intake.py",
-        "make_samples": "orchestrator/samples.py",
+        "make_samples": "orchestrator/rewards.py",
     }
     found = []
     for node in ast.walk(tree):

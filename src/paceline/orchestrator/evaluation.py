@@ -1,4 +1,4 @@
-"""Evaluation of the policy on held-out prompts, by the engines that also sample for training."""
+"""Evaluate the policy on held-out prompts with the training engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def evaluate(
     score: Score,
     journal: Journal,
 ) -> None:
-    """Record the mean reward on held-out prompts, sampled as configured."""
+    """Sample held-out prompts and record their mean reward."""
     settings, prompts = config.eval, heldout[: config.eval.num_prompts]
     if not settings.every or not prompts:
         return

@@ -1,6 +1,6 @@
-"""Records of a run for its sinks: stages and their times, rollouts, counters, steps, evaluations and events.
+"""Write the records of a run: stages and their times, rollouts, counters, steps, evaluations and events.
 
-Time is the running event loop's, so that a simulated run records simulated times.
+Times are on the clock of the event loop, which a simulation replaces by a virtual one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.types import DraftBin, Engine, Group, Prompt, Receipt, Rollout, To
 Rewards = list[list[float]]
 
 _LONGEST_TEXT = 2000
-"""Characters of a recorded text; the middle of a longer one is left out, since its end is what a reward looks at."""
+"""Maximum characters of a recorded text. The middle of longer ones is cut because rewards depend on the end."""
 
 
 class Journal:
-    """Holds the metrics of the step now running; `end_step` reduces and writes them."""
+    """The metrics of the current step; `end_step` reduces and writes them."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class Journal:
         elapsed_s: float = 0.0,
         decode: Callable[[Tokens], str] | None = None,
     ) -> None:
-        """`step` and `elapsed_s` are those of the checkpoint that a run goes on from. `decode` returns the text of a
-        response, for the few that are recorded at an evaluation; None: none are."""
+        """`step` and `elapsed_s` come from the checkpoint of a resumed run. `decode` returns the text of a response; if
+        None, evaluations record no text."""
         self.step = step
         self._decode = decode
         self.metrics = Metrics()
@@ -54,14 +54,14 @@ class Journal:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time one stage of the step, and record that it has begun."""
+        """Record the start of a stage of the step, and time it."""
         began_s = asyncio.get_running_loop().time()
         self._recorder.write("stage", {"step": self.step, "stage": name, "time_s": self.elapsed_s()})
         yield
         self.metrics.add(f"time/{name}", Sum(asyncio.get_running_loop().time() - began_s))
 
     def event(self, what: str, **fields: object) -> None:
-        """Record something that an operator should be able to find later."""
+        """Record an event for operators."""
         self._recorder.write("event", {"step": self.step, "time_s": self.elapsed_s(), "what": what, **fields})
 
     def engine_lost(self, engine: str, why: str, num_redispatched: int) -> None:
@@ -74,20 +74,20 @@ class Journal:
         self.event("engine_healed", engine=engine, healing_s=round(healing_s, 4))
 
     def quarantined(self, prompt: Prompt) -> None:
-        """The group of a prompt that seems to kill engines is left out."""
+        """Record that a prompt is excluded because it seems to kill engines."""
         self.metrics.add("rollout/quarantined_groups", Sum(1))
         self.event("prompt_quarantined", prompt=prompt.id)
 
     def progress(self, batch: Batch) -> None:
-        """Show progress on the live display only; a file of it would be longer than everything else."""
+        """Show progress on the live display only: it would dominate metrics.jsonl."""
         record = {"step": self.step, "done": batch.done, "total": batch.total, "num_tokens": batch.num_tokens}
         self._recorder.show("progress", record)
 
     def rollouts(self, groups: Sequence[Group], rewards: Rewards, *, fleet: Fleet) -> None:
-        """Write one record with a column per property, and add the step's rollout metrics.
+        """Write one record with a column per property, and add the rollout metrics of the step.
 
-        How long engines were idle is for the reader to work out: in asynchronous training an engine without rollouts
-        of this batch may be generating the next one.
+        Readers compute idle times: in asynchronous training an engine without rollouts of this batch may be generating
+        the next one.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if not rollouts:
@@ -125,7 +125,7 @@ class Journal:
             add("rollout/num_accepted", Sum(accepted))
 
     def ages(self, groups: Sequence[Group], *, policy_version: int, max_age: int) -> None:
-        """Add how many versions older than the present policy the tokens are, each by itself."""
+        """Add the ages of tokens, in policy versions."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         spans = [(policy_version - version, num) for rollout in rollouts for version, num in rollout.version_spans]
         if spans:
@@ -136,7 +136,7 @@ class Journal:
         self.metrics.add("rollout/max_age_exceeded", Sum(too_old))
 
     async def counters(self, engines: Sequence[Engine]) -> None:
-        """Add what engines counted since the last step, failures among it, and record what was drafted when."""
+        """Add the counters of engines since the last step, and record draft lengths over time."""
         totals, timelines, num_failed = await engine_counters.ask(engines)
         self.metrics.add("engine/metrics_failed", Sum(num_failed))
         self._differences.add(totals, self.metrics)
@@ -144,11 +144,11 @@ class Journal:
             self._draft_length(timelines)
 
     def learner_counters(self, totals: Mapping[str, float]) -> None:
-        """Add what the learner counted since the last step."""
+        """Add the counters of the learner since the last step."""
         self._differences.add({"learner": totals}, self.metrics)
 
     def _draft_length(self, timelines: Mapping[str, Sequence[DraftBin]]) -> None:
-        """One record with a column per property, times in seconds since the start of the run."""
+        """Write one record with a column per property and times since the start of the run."""
         engines = [name for name, bins in timelines.items() if bins]
         rows = [(index, item) for index, name in enumerate(engines) for item in timelines[name]]
         columns = {
@@ -165,7 +165,7 @@ class Journal:
         self._recorder.write("draft_length", record)
 
     def places(self, spans: Sequence[tuple[str, str, float, float]]) -> None:
-        """Record what each engine's device was used for since the last step: engine, use, begin and end."""
+        """Record the uses of each engine's device since the last step: engine, use, begin and end."""
         relative = [
             [engine, use, round(begin_s - self.run_began_s, 4), round(end_s - self.run_began_s, 4)]
             for engine, use, begin_s, end_s in spans
@@ -186,12 +186,12 @@ class Journal:
     def mismatch(
         self, *, counts: Sequence[int], engines: Mapping[str, float], worst: Sequence[Mapping[str, object]]
     ) -> None:
-        """Record tokens by log-ratio (bins: correction.HISTOGRAM_EDGES), k3 of each engine, and the worst tokens."""
+        """Record tokens by log-ratio (bins: correction.HISTOGRAM_EDGES), k3 per engine, and the worst tokens."""
         record = {"step": self.step, "time_s": self.elapsed_s(), "counts": list(counts)}
         self._recorder.write("mismatch", {**record, "engines": dict(engines), "worst": list(worst)})
 
     def evaluation(self, groups: Sequence[Group], rewards: Rewards) -> None:
-        """Record the mean reward and length of held-out rollouts, and a few of them as texts if they can be decoded."""
+        """Record mean reward and length of held-out rollouts, and the text of a few if `decode` is given."""
         accuracy = Mean.of_known([reward for group_rewards in rewards for reward in group_rewards])
         length = Mean.of([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
         metrics = {"eval/accuracy": accuracy.value(), "eval/length_mean": length.value()}
@@ -213,7 +213,7 @@ class Journal:
 
 
 def _texts(groups: Sequence[Group], rewards: Rewards, decode: Callable[[Tokens], str]) -> list[dict[str, object]]:
-    """The rollouts of the highest, the middle and the lowest reward, each with its prompt; failed rewards are none."""
+    """Return the rollouts with the highest, median and lowest reward, each with its prompt; skip failed rewards."""
     scored = [
         (reward, group.prompt, rollout)
         for group, group_rewards in zip(groups, rewards, strict=True)
@@ -222,7 +222,7 @@ def _texts(groups: Sequence[Group], rewards: Rewards, decode: Callable[[Tokens],
     ]
     ranked = sorted(scored, key=lambda item: item[0])
     last = len(ranked) - 1
-    # Fewer than three rollouts have fewer names.
+    # With fewer than three rollouts, some of these are the same.
     names = {last: "best", last // 2: "middle", 0: "worst"} if ranked else {}
     return [
         {
@@ -237,7 +237,7 @@ def _texts(groups: Sequence[Group], rewards: Rewards, decode: Callable[[Tokens],
 
 
 def _checksum(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> str:
-    """Checksum of all that a step learns from: two runs that sampled the same, in the same order, have the same."""
+    """Return a checksum of the training data of a step, equal for two runs with equal rollouts in equal order."""
     parts = (part for rollout in rollouts for part in (rollout.prompt_ids, rollout.token_ids, rollout.logp))
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     return sha256_of([*(part.tobytes() for part in parts), repr((lengths, list(rewards))).encode()])
@@ -247,4 +247,4 @@ def _cut(text: str) -> str:
     if len(text) <= _LONGEST_TEXT:
         return text
     half = _LONGEST_TEXT // 2
-    return f"{text[:half]} [{len(text) - 2 * half:,} characters left out] {text[-half:]}"
+    return f"{text[:half]} [{len(text) - 2 * half:,} characters omitted] {text[-half:]}"

@@ -33,8 +33,7 @@ from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.online_drafter import Off, OnlineDrafter
 from paceline.orchestrator.recovery import Recovery
-from paceline.orchestrator.rewards import Score, Scoring
-from paceline.orchestrator.samples import make_samples
+from paceline.orchestrator.rewards import Score, Scoring, make_samples
 from paceline.orchestrator.sync import push_policy
 from paceline.types import Group, Learner, Prompt, Sender, Tokens
 

@@ -1,4 +1,4 @@
-"""Endless prompts with a position that a later run can go on from."""
+"""Infinite iterator of training prompts with a position to resume from."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from paceline.types import Prompt
 
 
 class PromptStream:
-    """Prompts follow from the data and its seed alone, so a position is a count; a checksum of all prompts up to it
-    tells whether the data is still the same."""
+    """Prompts depend only on the data and its seed, so a position is a count. A checksum of all prompts up to it
+    detects changed data."""
 
     def __init__(self, prompts: Iterator[Prompt]) -> None:
         self._prompts = prompts
         self._ahead: deque[Prompt] = deque()
         self._sha256 = ""
-        """Covers all prompts that were taken: each checksum is of the one before it as well."""
+        """Chained checksum of all prompts taken."""
         self.num_taken = 0
 
     def peek(self, num: int) -> list[Prompt]:
-        """The next prompts, which stay the next."""
+        """Return the next prompts without taking them."""
         while len(self._ahead) < num:
             self._ahead.append(next(self._prompts))
         return list(self._ahead)[:num]
@@ -39,8 +39,8 @@ class PromptStream:
         return {"num_taken": self.num_taken, "sha256": self._sha256}
 
     def restore(self, state: Mapping[str, Any], again: Collection[int] = ()) -> dict[int, Prompt]:
-        """Go on from a position; returns the prompts at the positions `again` before it. Raises ValueError if other
-        prompts lead there than before."""
+        """Advance to a position; return the prompts at the positions `again` before it. Raise ValueError if the data
+        has changed."""
         found: dict[int, Prompt] = {}
         while self.num_taken < state["num_taken"]:
             position, prompt = self.num_taken, self.take()
@@ -48,7 +48,7 @@ class PromptStream:
                 found[position] = prompt
         if self._sha256 != state["sha256"]:
             raise ValueError(
-                f"data: the first {state['num_taken']} prompts are not those that this run was trained on; a run can "
-                "only go on with the data that it began with"
+                f"data: the first {state['num_taken']} prompts differ from those that this run trained on; must be the "
+                "data that it began with because rollouts are logged by position"
             )
         return found

@@ -1,11 +1,11 @@
-"""What a run keeps of itself, so that it can go on after its driver has ended in whatever way.
+"""Checkpoint and resume.
 
-    every group, every step    finished groups; which of them a step took ──▶ batches/    (batch_log.py)
-    every checkpoint_every     learner, loop, drafter ──▶ state/step-N                    (store.py)
-    a run that goes on         newest checkpoint, then what the logged steps after it took, then new steps
+    every group, every step    finished groups, and the groups of each step ──▶ batches/    (batch_log.py)
+    every checkpoint_every     learner, loop, drafter ──▶ state/step-N                      (store.py)
+    resume                     load the newest checkpoint, repeat the logged steps after it, then run new steps
 
-While the learner writes its state nothing else happens; checksums and the wait for the disk come beside the next step.
-What cannot be written costs the run nothing but the chance to go on from there, and is counted in `checkpoint/failed`.
+The run waits while the learner writes its state and while the log is flushed at the end of a step. Checksums and disk
+syncs of a checkpoint run beside the next step. Failed writes are counted in `checkpoint/failed`; the run continues.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from paceline.types import Group, Learner, PacelineError, Prompt
 
 
 class Recovery:
-    """The checkpoints and the batch log of one run; without a directory it keeps nothing."""
+    """The checkpoints and the batch log of one run. Without a directory, nothing is kept."""
 
     def __init__(self, directory: Path | None, config: Config) -> None:
-        """Find what an earlier driver of this run has left; the caller knows that none is alive."""
+        """Find the newest checkpoint of an earlier driver. No other driver may be alive."""
         self._directory = directory if config.run.checkpoint_every else None
         self._every = config.run.checkpoint_every
         self._facts = {"config": config.fixed(), "versions": installed(["paceline", "torch", "vllm"])}
@@ -41,31 +41,31 @@ class Recovery:
         self._rewards: dict[int, list[float]] = {}
         """Rewards of their groups, by position."""
         self._covered: dict[int, Mapping[str, Any]] = {}
-        """The intake's state in each checkpoint that was written or gone on from."""
+        """State of the intake in each checkpoint that was written or resumed from."""
         self._store: Store | None = None
         self._written: ExitStack | None = None
-        """Gives the checkpoint that was written its name."""
+        """Close it to finish the checkpoint that was written."""
         self._sealing: asyncio.Task[None] | None = None
         self._num_failed = 0
         self.path: Path | None = None
-        """The checkpoint to go on from."""
+        """The checkpoint to resume from."""
         self.tree: Mapping[str, Any] | None = None
-        """The loop's part of it."""
+        """Its state of the loop."""
         self.elapsed_s = 0.0
-        """Time of the run up to there."""
+        """Duration of the run up to there."""
         self.problems: list[str] = []
-        """What is wrong with newer checkpoints."""
+        """Problems of newer checkpoints, which are damaged."""
         if directory is not None and (self._every or (directory / "state").is_dir()):
             self._find(Store(directory / "state"))
 
     @property
     def step(self) -> int:
-        """Step after which the run goes on; 0 is its beginning."""
+        """Last completed step at the checkpoint; 0 without one."""
         return 0 if self.tree is None else self.tree["step"]
 
     def drop_records(self, metrics: Path) -> int:
-        """Remove the records of steps that come again from metrics.jsonl; returns how many. Of a run that begins again
-        (step 0) nothing is kept but who it is. The run's clock goes on after what is kept."""
+        """Remove the records of repeated steps from metrics.jsonl; return their number. Without a checkpoint, keep only
+        the description of the run. The clock of the run continues after the last record kept."""
         num_dropped = 0
         with atomic_file(metrics, durable=True) as partial_path:
             with metrics.open(encoding="utf-8") as old, partial_path.open("w", encoding="utf-8") as new:
@@ -98,7 +98,7 @@ class Recovery:
                 self._log.close()
 
     def logged(self, position: int, prompt: Prompt) -> Group | None:
-        """The group at this position of the prompts if an earlier driver has finished it."""
+        """Return the group at this position of the prompts if an earlier driver logged it."""
         if self._log is None:
             return None
         group = self._log.group(position, prompt)
@@ -106,7 +106,7 @@ class Recovery:
         return group
 
     def keep(self, position: int, group: Group) -> None:
-        """Log a group that has finished."""
+        """Log a finished group."""
         if self._log is not None:
             self._log.put(position, group)
 
@@ -122,8 +122,8 @@ class Recovery:
     async def write(
         self, state: Callable[[], Mapping[str, Any]], learner: Learner, drafter: OnlineDrafter, *, last: bool
     ) -> None:
-        """Write a checkpoint of the loop, the learner and the drafter if this step is to have one; `seal` gives it its
-        name."""
+        """Flush the log, and write a checkpoint of the loop, the learner and the drafter if one is due; `seal` finishes
+        it."""
         if self._log is None:
             return
         for error in await asyncio.to_thread(self._log.flush):
@@ -136,13 +136,13 @@ class Recovery:
         self._num_failed = 0
 
     def seal(self) -> None:
-        """Finish the checkpoint that was written, if one was, beside what comes next."""
+        """Start a task that checksums, syncs and renames the checkpoint that was written, if any."""
         if self._written is not None:
             self._sealing = asyncio.create_task(self._seal(self._written))
             self._written = None
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint has its name."""
+        """Wait until the last checkpoint has its final name."""
         task, self._sealing = self._sealing, None
         if task is not None:
             await task
@@ -155,7 +155,7 @@ class Recovery:
             return
         if found.facts["config"] != self._facts["config"]:
             raise ValueError(
-                "config.json: differs from the config that this run was checkpointed with; must be the same, but for "
+                "config.json: differs from the config that this run was checkpointed with; must be the same except for "
                 f"{', '.join(adjustable_keys())}"
             )
         self.path = found.path
@@ -166,7 +166,7 @@ class Recovery:
     async def _write(self, tree: Mapping[str, Any], learner: Learner, drafter: OnlineDrafter) -> None:
         assert self._store is not None
         try:
-            with ExitStack() as stack:  # a failure inside removes what was written
+            with ExitStack() as stack:  # a failure inside removes the partial checkpoint
                 partial_path = stack.enter_context(self._store.writing(tree["step"], self._facts))
                 await learner.save_state(str(partial_path / "learner"))
                 drafter_state = await asyncio.to_thread(drafter.save_state, partial_path / "drafter")
@@ -185,10 +185,10 @@ class Recovery:
             self._failed(error)
 
     def _forget_covered(self) -> None:
-        """Remove from the log what the oldest checkpoint covers."""
+        """Remove groups and steps that the oldest checkpoint covers from the log."""
         assert self._store is not None and self._log is not None
         oldest = min(self._store.steps())
-        if oldest in self._covered:  # else it is that of the next checkpoint
+        if oldest in self._covered:  # else it was written by an earlier driver and damaged ones lie between
             self._covered = {step: state for step, state in self._covered.items() if step >= oldest}
             state = self._covered[oldest]
             self._log.forget(step=oldest, num_opened=state["num_taken"], still_open=set(state["open"]))
@@ -201,7 +201,7 @@ class Recovery:
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, (OSError, PacelineError)):
             raise error
-        if not self._num_failed:  # a full disk fails for every group of a batch
+        if not self._num_failed:  # a full disk fails every write of a step
             self._journal.event("checkpoint_failed", why=str(error))
         self._num_failed += 1
 

@@ -1,12 +1,12 @@
-"""Processes for a user's reward function: limited in time and memory, killed and replaced when they do not answer.
+"""Processes for a user's reward function, limited in time and memory, killed and replaced when they hang.
 
-    reward = find_reward(data)                       # before anything starts: it can be imported and called
+    reward = find_reward(data)                       # check that it can be imported and called, before anything starts
     pool = RewardPool(reward, recorder)
     rewards = await pool.score(prompts, completions)
     await pool.close()
 
-A user's function may hang, end its process or take all memory, and the run must not notice more than a missing reward.
-What that means is `data.on_reward_failure`. The other side of the pipes is `reward_worker.py`.
+A user's function may hang, end its process or exhaust memory. The run only loses a reward, which
+`data.on_reward_failure` handles. The other end of the pipes is `reward_worker.py`.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from paceline.types import PacelineError, Prompt
 FAILURES = "reward/failures"
 _COMMAND = (sys.executable, "-P", str(Path(reward_worker.__file__)))
 _LOAD_S = 300.0
-"""Seconds for importing the function's module, which may load a model."""
+"""Timeout for importing the function's module, which may load a model."""
 _EXIT_S = 1.0
-"""Seconds for the exit code of a process whose pipe has ended."""
+"""Timeout for the exit code of a process after its pipe has closed."""
 _LONGEST_ANSWER = 1 << 20
 _EVENT_S = 10.0
-"""Seconds between two events about failures: a function that always fails would fill the log."""
+"""Minimum interval between events about failures: a function that always fails would flood the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserReward:
-    """A user's reward function that was found and can be called."""
+    """A user's reward function that can be imported and called."""
 
     data: UserData
     takes_row: bool
 
 
 class RewardFailedError(PacelineError):
-    """The reward function has not given a finite number for a completion."""
+    """The reward function did not return a finite number for a completion."""
 
 
 def find_reward(data: UserData) -> UserReward:
-    """Import the function in a process as the run will; raises ValueError that says what is wrong with it."""
+    """Import the function in a process as the run will; raise ValueError if it cannot be used."""
     settings = _settings(data)
     pipe = subprocess.PIPE
     with subprocess.Popen(  # noqa: S603  our own file
@@ -63,7 +63,7 @@ def find_reward(data: UserData) -> UserReward:
         assert process.stdin is not None and process.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(settings)  # left open: the process ends with it
+                process.stdin.write(settings)  # left open: the process ends when it closes
             in_time, _, _ = select.select([process.stdout], [], [], _LOAD_S)
             line = process.stdout.readline() if in_time else None
         finally:
@@ -72,16 +72,16 @@ def find_reward(data: UserData) -> UserReward:
 
 
 class RewardPool:
-    """The processes of one user's reward; each is started when it is first needed."""
+    """The processes of one reward function, each started at first use."""
 
     def __init__(self, reward: UserReward, recorder: Recorder) -> None:
         self._reward = reward
         self._recorder = recorder
         self._workers = [RewardWorker(reward.data) for _ in range(reward.data.reward_workers)]
-        self._idle: asyncio.LifoQueue[RewardWorker] = asyncio.LifoQueue()  # the last one is up already
+        self._idle: asyncio.LifoQueue[RewardWorker] = asyncio.LifoQueue()  # the last one is already running
         for worker in self._workers:
             self._idle.put_nowait(worker)
-        recorder.counts[FAILURES] += 0  # a step's record says that there were none
+        recorder.counts[FAILURES] += 0  # so that steps record 0 failures
         self._unreported: list[RewardFailedError] = []
         self._reported_s = -math.inf
 
@@ -125,7 +125,7 @@ class RewardPool:
         except RewardFailedError as error:
             what = f"the reward function failed on prompt {prompt.id!r}, completion {completion[:200]!r}: {error}"
             if self._reward.data.on_reward_failure == "stop":
-                advice = "with data.on_reward_failure=zero or drop the run would go on"
+                advice = "data.on_reward_failure=zero or drop lets the run continue"
                 raise PacelineError(f"{what}; {advice}") from None
             return RewardFailedError(what)
         finally:
@@ -138,14 +138,14 @@ class RewardPool:
 
 
 class RewardWorker:
-    """One process, which is asked one thing at a time and replaced when it has hung, ended or broken."""
+    """One process that answers one request at a time and is replaced after a hang, an exit or a broken answer."""
 
     def __init__(self, data: UserData) -> None:
         self._data = data
         self._process: asyncio.subprocess.Process | None = None
 
     async def ask(self, request: Mapping[str, Any]) -> float:
-        """Return the reward; raises RewardFailedError with the reason."""
+        """Return the reward; raise RewardFailedError with the reason."""
         try:
             process = await self._started()
             async with asyncio.timeout(self._data.reward_timeout_s):
@@ -155,7 +155,7 @@ class RewardWorker:
             raise RewardFailedError(
                 f"no answer within data.reward_timeout_s, {self._data.reward_timeout_s:g} s"
             ) from None
-        except BaseException:  # cancelled: a late answer would be taken for that of the next request
+        except BaseException:  # cancelled: a late answer would be read as the answer to the next request
             await self.end()
             raise
         if not line:
@@ -172,8 +172,7 @@ class RewardWorker:
                 raise RewardFailedError(f"its process answered {line[:60]!r}")
 
     async def end(self, *, grace_s: float = 0.0) -> int | None:
-        """Kill the process and everything that it has started, after a while in which it may end by itself; returns
-        its exit code."""
+        """Kill the process group after a grace period; return the exit code of the process."""
         process, self._process = self._process, None
         if process is None:
             return None
@@ -187,7 +186,7 @@ class RewardWorker:
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is not None:
-            await self.end()  # it ended while nobody asked for anything
+            await self.end()  # it ended while idle
         if self._process is None:
             pipe = asyncio.subprocess.PIPE
             self._process = await asyncio.create_subprocess_exec(
@@ -199,13 +198,13 @@ class RewardWorker:
                     line = await _exchange(self._process, _settings(self._data))
             try:
                 _takes_row(self._data, line)
-            except ValueError as error:  # it could be imported before: no later reward would work
+            except ValueError as error:  # the import worked before: no later reward would work
                 raise PacelineError(f"a reward process could not be replaced: {error}") from None
         return self._process
 
 
 async def _exchange(process: asyncio.subprocess.Process, request: bytes) -> bytes:
-    """Send a line and return the answer; nothing if the process has ended."""
+    """Send a line and return the answer; empty if the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(request)
@@ -214,7 +213,7 @@ async def _exchange(process: asyncio.subprocess.Process, request: bytes) -> byte
     except (BrokenPipeError, ConnectionResetError):
         return b""
     except ValueError:
-        return b"a line without an end"  # asyncio's word for one beyond `limit`
+        return b"a line without an end"  # asyncio raises ValueError for a line beyond `limit`
 
 
 def _settings(data: UserData) -> bytes:
@@ -226,7 +225,7 @@ def _settings(data: UserData) -> bytes:
 
 
 def _takes_row(data: UserData, line: bytes | None) -> bool:
-    """Read the first answer of a process, None if it was late; raises ValueError for a function that cannot be used."""
+    """Read the first answer of a process, None after a timeout; raise ValueError if the function cannot be used."""
     if line is None:
         raise ValueError(f"data.reward: {data.reward!r} was not imported within {_LOAD_S:.0f} s")
     match _parse(line):

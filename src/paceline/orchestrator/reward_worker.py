@@ -1,15 +1,15 @@
-"""The process in which a user's reward function runs: `rewards.py` starts this file as a script of its own.
+"""Process that runs a user's reward function; `reward_pool.py` starts this file as a script.
 
-One JSON object a line, through pipes that the function does not see:
+The protocol is one JSON object per line, through pipes that the function does not see:
 
     in   {"where": "reward.py", "name": "reward", "path": [...], "memory_bytes": 4294967296}
     out  {"takes_row": true}                       or {"error": "reward.py, line 3: SyntaxError: ..."}
     in   {"prompt": "...", "completion": "...", "row": {...}}
     out  {"reward": 1.0}                           or {"error": "ZeroDivisionError: ...", "broken": false}
 
-What the function prints goes to standard error. A second process, which only watches the pipe from the driver, ends the
-whole group when the driver has ended: the function may hang then, and may have started processes of its own. Only the
-standard library is imported, so that a worker starts at once.
+Prints of the function go to standard error. A second process watches the pipe from the driver and kills the process
+group when the driver ends: the function may hang or have started processes. Only the standard library is imported, for
+a fast start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _MOST_CHARACTERS = 2000
-"""Characters of an error's text that are told."""
+"""Maximum length of an error message."""
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     incoming, outgoing = _own_pipes()
     settings = json.loads(incoming.readline())
     _limit_memory(settings["memory_bytes"])
-    sys.path[:] = settings["path"]  # the driver's, so that both find the same modules
+    sys.path[:] = settings["path"]  # the driver's, to import the same modules
     try:
         call, takes_row = load(settings["where"], settings["name"])
     except ValueError as error:
@@ -51,8 +51,8 @@ def main() -> None:
 
 
 def load(where: str, name: str) -> tuple[Callable[..., Any], bool]:
-    """Import a function from a file or module; returns it as `call(prompt, completion, row)`, and whether it is given
-    the row. Raises ValueError that says what is wrong."""
+    """Import a function from a file or module; return it as `call(prompt, completion, row)`, and whether it takes the
+    row. Raise ValueError if it cannot be used."""
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except BaseException as error:  # noqa: BLE001  a module may raise anything, SystemExit too
@@ -61,11 +61,11 @@ def load(where: str, name: str) -> tuple[Callable[..., Any], bool]:
     if not callable(function):
         raise ValueError(f"{where!r} has no function {name!r}")
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{name!r} is asynchronous; must be a plain function, which has a process of its own")
+        raise ValueError(f"{name!r} is asynchronous; must be a plain function because it runs in its own process")
     try:
         signature = inspect.signature(function)
     except ValueError:
-        raise ValueError(f"{name!r} does not tell its parameters; must be a function written in Python") from None
+        raise ValueError(f"{name!r} has no signature; must be a function written in Python") from None
     in_place, by_name = _row_parameters(signature)
     try:
         signature.bind(*range(2 + in_place), **({"row": None} if by_name else {}))
@@ -82,8 +82,8 @@ def load(where: str, name: str) -> tuple[Callable[..., Any], bool]:
 
 
 def _row_parameters(signature: inspect.Signature) -> tuple[bool, bool]:
-    """Whether the row is the third argument, and whether it is given by name: a parameter called `row` takes it, and so
-    does a third one without a default. `scale=2.0` keeps its default."""
+    """Return whether the row is the third argument, and whether it is passed by name. A parameter named `row` takes it,
+    and so does a third one without a default. `scale=2.0` keeps its default."""
     kind = inspect.Parameter
     parameters = list(signature.parameters.values())
     third = next((p for p in parameters[2:3] if p.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)), None)
@@ -93,21 +93,21 @@ def _row_parameters(signature: inspect.Signature) -> tuple[bool, bool]:
 
 
 def _start_guard() -> None:
-    """Start the process that ends the group. It is no child of this one, lest the function waits for it."""
+    """Start the process that kills the group. It is not a child of this one, because the function may wait for all."""
     if middle := os.fork():
         os.waitpid(middle, 0)
         return
     if os.fork():
         os._exit(0)
-    os.closerange(1, 64)  # the driver would not see the worker's pipe end
+    os.closerange(1, 64)  # otherwise the driver would not see the worker's pipe close
     driver = select.poll()
-    driver.register(0, 0)  # tells of its end only
+    driver.register(0, 0)  # reports only that it closed
     driver.poll()
     os.killpg(0, signal.SIGKILL)
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the protocol's pipes where neither the function nor what it starts finds them."""
+    """Move the protocol's pipes away from stdin and stdout, which the function and its children use."""
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -117,7 +117,7 @@ def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit what the process can write to. Address space is no measure: libraries reserve far more than they use."""
+    """Limit writable memory. Address space is not a useful limit: libraries reserve far more than they use."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -131,7 +131,7 @@ def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]
         return {"error": "MemoryError: it needs more than data.reward_memory_gb", "broken": True}
     except Exception as error:  # noqa: BLE001  whatever the function raises is an answer
         return {"error": _describe(error), "broken": False}
-    except BaseException as error:  # noqa: BLE001  SystemExit: the function wants an end
+    except BaseException as error:  # noqa: BLE001  SystemExit: the function ends its process
         return {"error": _describe(error), "broken": True}
     if not math.isfinite(reward):
         return {"error": f"it returned {reward}; must be a finite number", "broken": False}
@@ -139,7 +139,7 @@ def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]
 
 
 def _describe(error: BaseException) -> str:
-    """Type and text of an error, with the last line of the user's code that it went through."""
+    """Return type and text of an error, with the innermost line of the user's code."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     text = "".join(traceback.format_exception_only(error)).strip()[:_MOST_CHARACTERS]
@@ -154,7 +154,7 @@ def _import_file(path: Path) -> Any:
     name = f"paceline_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 

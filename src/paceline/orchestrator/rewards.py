@@ -1,4 +1,4 @@
-"""Rewards of finished groups: a user's function in processes of its own, a workload's own function in a thread.
+"""Rewards as groups finish, from a user's function in processes or a workload's in a thread, and training samples.
 
     def reward(prompt: str, completion: str) -> float: ...
     def reward(prompt: str, completion: str, row: dict) -> float: ...   # with the dataset row, for the answer
@@ -6,7 +6,7 @@
     async with open_scorer(reward, tokenizer, recorder) as score:
         rewards = await score(groups)
 
-A reward that failed is not a number (NaN), and its group is left out of the update.
+A failed reward is NaN, and its group is left out of the update.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapp
 from contextlib import asynccontextmanager
 from typing import Any
 
-from paceline.metrics import Recorder
+from paceline.config import ObjectiveConfig
+from paceline.learner.objective import advantages, is_trained_on
+from paceline.metrics import Mean, Recorder
+from paceline.orchestrator.journal import Journal, Rewards
 from paceline.orchestrator.reward_pool import RewardPool, UserReward
-from paceline.types import Group, PacelineError, Tokenizer
+from paceline.types import Group, PacelineError, Sample, Tokenizer
 
 Row = Mapping[str, Any]
 Reward = Callable[[str, str, Row], float]
-Score = Callable[[Sequence[Group]], Coroutine[Any, Any, list[list[float]]]]
+Score = Callable[[Sequence[Group]], Coroutine[Any, Any, Rewards]]
 """Return a reward for every rollout of every group."""
 
 
@@ -59,7 +62,7 @@ class Scoring:
 
 @asynccontextmanager
 async def open_scorer(reward: Reward | UserReward, tokenizer: Tokenizer, recorder: Recorder) -> AsyncIterator[Score]:
-    """Yield what scores groups; the processes of a user's reward end with the block."""
+    """Yield a function that scores groups; the reward processes end with the block."""
     if not isinstance(reward, UserReward):
         yield scorer(reward, tokenizer)
         return
@@ -90,6 +93,20 @@ def scorer(reward: Reward, tokenizer: Tokenizer) -> Score:
             return await asyncio.to_thread(score_all, groups)
 
     return score
+
+
+def make_samples(
+    groups: Sequence[Group], rewards: Rewards, objective: ObjectiveConfig, journal: Journal
+) -> list[Sample]:
+    """Return rollouts with their advantages, without groups that have equal rewards or a failed one."""
+    samples: list[Sample] = []
+    for group, group_rewards in zip(groups, rewards, strict=True):
+        keep = is_trained_on(group_rewards, objective)
+        journal.metrics.add("policy/groups_kept_share", Mean(float(keep)))
+        if keep:
+            group_advantages = advantages(group_rewards, objective.advantage)
+            samples += [Sample.of(r, float(a)) for r, a in zip(group.rollouts, group_advantages, strict=True)]
+    return samples
 
 
 def _completions(groups: Sequence[Group], tokenizer: Tokenizer) -> list[list[str]]:

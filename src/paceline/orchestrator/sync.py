@@ -1,4 +1,4 @@
-"""One policy push: tried twice, its receipts told, engines that cannot follow leave the run."""
+"""Push a policy version to all engines, with one retry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.types import PacelineError, Sender
 
 
 async def push_policy(sender: Sender, version: int, members: Members, journal: Journal) -> None:
-    """A push that was refused is tried once more; an engine that refuses it twice is not used any more."""
+    """Push a version and record the receipts; retry a refused push once, and drop engines that refuse it twice."""
     for last_try in (False, True):
         receipts = await sender.send(version)
         if receipts:
@@ -21,5 +21,5 @@ async def push_policy(sender: Sender, version: int, members: Members, journal: J
                 members.lose(receipt.engine, why)
         if all(receipt.lost for receipt in failed):
             break
-    if members.hopeless:  # otherwise engines that come back are given this version
+    if members.hopeless:  # otherwise restarted engines get this version
         raise PacelineError(f"no engine took policy version {version}; the push_failed events in metrics.jsonl say why")

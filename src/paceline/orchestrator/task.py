@@ -1,4 +1,4 @@
-"""A user's task: prompts from a JSON Lines file or a Hugging Face dataset, split into training and held-out ones."""
+"""Load a user's task: training and held-out prompts from a JSON Lines file or a Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.orchestrator.rewards import Reward, Row
 from paceline.types import Prompt, Tokenizer
 
 _OFFLINE = (
-    "HF_HUB_OFFLINE is set, so only what is in the cache can be used: unset it, fill the cache with "
+    "HF_HUB_OFFLINE is set, so only the cache is used: unset it, fill the cache with "
     "`hf download --repo-type dataset NAME`, or give a directory that `Dataset.save_to_disk` wrote"
 )
 _NOT_FOUND = (
@@ -26,21 +26,21 @@ _NOT_FOUND = (
 )
 
 Located = tuple[str, Row]
-"""Where a row stands, for errors that are about it, and the row."""
+"""Location of a row, for error messages, and the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What the policy is trained on."""
+    """Prompts and reward of a run."""
 
     prompts: Iterator[Prompt]
-    """Endless: a dataset is gone through again and again, in a new order each epoch."""
+    """Infinite iterator over the dataset, shuffled every epoch."""
     heldout: Sequence[Prompt]
     reward: Reward | UserReward
 
 
 def make_prompt(identity: str, content: object, row: Row, tokenizer: Tokenizer) -> Prompt:
-    """Make a prompt of a text as it is, or of messages ({"role", "content"}) through the tokenizer's chat template."""
+    """Make a prompt of a text, or of messages ({"role", "content"}) with the tokenizer's chat template."""
     is_chat = isinstance(content, list) and bool(content)
     text = _chat(cast("list[dict[str, str]]", content), tokenizer) if is_chat else content
     if not isinstance(text, str):
@@ -48,18 +48,18 @@ def make_prompt(identity: str, content: object, row: Row, tokenizer: Tokenizer) 
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"got {text[:60]!r}, which holds half of a surrogate pair; must be valid Unicode") from None
-    token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)  # a template has written them itself
+        raise ValueError(f"got {text[:60]!r}, which contains half of a surrogate pair; must be valid Unicode") from None
+    token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)  # chat templates include them
     return Prompt(id=identity, text=text, token_ids=np.asarray(token_ids, np.int32), row=row)
 
 
 def _chat(messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is a program of its own, which may raise anything
+    except Exception as error:  # a template is a program and may raise anything
         raise ValueError(
-            f"got a list of messages that the tokenizer cannot make a text of: {error}. A tokenizer takes its chat "
-            "template from chat_template.jinja in the directory of policy.model; messages "
+            f"got a list of messages that the tokenizer cannot turn into text: {error}. The chat template is "
+            "chat_template.jinja in the directory of policy.model; messages "
             'must be [{"role": ..., "content": ...}, ...] in an order that the template allows'
         ) from error
 
@@ -72,9 +72,7 @@ def load_task(
     num_heldout: int,
     max_prompt_tokens: int | None = None,
 ) -> Task:
-    """Read a dataset and a reward function; the held-out rows are never trained on.
-
-    A prompt of more than `max_prompt_tokens` is refused here, because a run would end when it is drawn."""
+    """Read a dataset and a reward function; refuse prompts of more than `max_prompt_tokens`."""
     rows, heldout_rows = _load_rows(data, num_heldout)
     reward = find_reward(data)
     if reward.takes_row:
@@ -112,8 +110,8 @@ def _load_rows(data: JsonlData | HubData, num_heldout: int) -> tuple[list[Locate
             return rows, read_rows(data.eval_path, key="data.eval_path")
     if len(rows) <= num_heldout:
         raise ValueError(
-            f"eval.num_prompts: got {num_heldout}; must be below the dataset's {len(rows)} rows, the last of which are "
-            "held out"
+            f"eval.num_prompts: got {num_heldout}; must be below the dataset's {len(rows)} rows because the last ones "
+            "are held out"
         )
     return rows[: len(rows) - num_heldout], rows[len(rows) - num_heldout :]
 
@@ -140,7 +138,7 @@ def _read_datasets(data: HubData) -> list[Located]:
 def prompt_of(
     located: Located, key: str, identity: str, tokenizer: Tokenizer, *, setting: str = "data.prompt_key"
 ) -> Prompt:
-    """Return the prompt that a row holds under `key`, which `setting` names."""
+    """Return the prompt under `key` in a row; errors name `setting`."""
     where, row = located
     if key not in row:
         raise ValueError(f"{setting}: {where}: no prompt under {key!r}; it has {sorted(row)}")
@@ -154,15 +152,15 @@ def prompt_of(
 
 
 def _check_rows(rows: Sequence[Located]) -> None:
-    """Refuse rows that cannot be sent to the reward's process."""
+    """Refuse rows that cannot be sent to the reward process."""
     for where, row in rows:
         try:
             json.dumps(row)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"data.path: {where}: {error}; must be JSON because the reward function, which takes the row, has a "
-                "process of its own. Remove or convert such columns (Dataset.remove_columns, Dataset.map), or let the "
-                "function take (prompt, completion) only"
+                f"data.path: {where}: {error}; must be JSON because the reward function takes the row in another "
+                "process. Remove or convert such columns (Dataset.remove_columns, Dataset.map), or let the function "
+                "take (prompt, completion) only"
             ) from None
 
 
@@ -171,9 +169,9 @@ def _check_lengths(prompts: Sequence[Prompt], rows: Sequence[Located], most: int
     for (where, _), length in zip(rows, lengths, strict=True):
         if length > most:
             raise ValueError(
-                f"data.path: {where}: the prompt has {length} tokens; must have at most {most}, which is what "
-                f"rollout.engine.max_model_len leaves beside rollout.max_tokens. The longest has {max(lengths)}: leave "
-                "such rows out, or raise max_model_len"
+                f"data.path: {where}: the prompt has {length} tokens; must have at most {most} "
+                f"(rollout.engine.max_model_len - rollout.max_tokens). The longest has {max(lengths)}: remove such "
+                "rows or raise max_model_len"
             )
 
 

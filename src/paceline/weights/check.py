@@ -1,4 +1,4 @@
-"""What an engine accepts: a push is checked as a whole against the engine's checkpoint before it touches the model."""
+"""Check a whole push against the engine's checkpoint before it changes the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.types import PushRefusedError
 from paceline.weights.fingerprint import BLOCK_BYTES, Bytes, device_fingerprint, dtype_name, hash_threads, seal
 from paceline.weights.message import Push, TensorEntry
 
-# Integer types of the same width, unsigned and signed, and the smallest pattern that is not finite (exponent all ones).
+# Unsigned and signed integer types of the same width, and the smallest non-finite bit pattern (exponent all ones).
 _NOT_FINITE: Mapping[str, tuple[type[np.unsignedinteger[Any]], type[np.signedinteger[Any]], int]] = {
     "float64": (np.uint64, np.int64, 0x7FF0_0000_0000_0000),
     "float32": (np.uint32, np.int32, 0x7F80_0000),
@@ -32,23 +32,23 @@ _NOT_FINITE: Mapping[str, tuple[type[np.unsignedinteger[Any]], type[np.signedint
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a checkpoint says about a tensor."""
+    """Dtype and shape of a tensor in a checkpoint."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint."""
+    """Return the safetensors files of a checkpoint."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        # Some repositories hold the same weights twice under other file names; the index says which files count.
+        # Some repositories have the same weights twice under other file names; the index lists the files that count.
         return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     return sorted(directory.glob("*.safetensors"))
 
 
 def tensor_names(directory: Path) -> set[str]:
-    """Return the names of a checkpoint's tensors, from its index or the headers of its files."""
+    """Return the tensor names of a checkpoint from its index or file headers."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         return set(json.loads(index.read_text())["weight_map"])
@@ -60,7 +60,7 @@ def tensor_names(directory: Path) -> set[str]:
 
 
 def inventory(checkpoint: str | Path) -> dict[str, TensorSpec]:
-    """The tensors of a checkpoint. safetensors maps its files, so that nothing but headers is read."""
+    """Return the tensors of a checkpoint, reading only file headers."""
     directory = Path(checkpoint)
     files = checkpoint_files(directory)
     if not files:
@@ -71,21 +71,20 @@ def inventory(checkpoint: str | Path) -> dict[str, TensorSpec]:
     specs: dict[str, TensorSpec] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  safe_open is no mapping
+            for name in tensors.keys():  # noqa: SIM118  safe_open is not a mapping
                 tensor = tensors.get_tensor(name)
                 specs[name] = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
     return specs
 
 
 def check_precision(push: Push, *, fp8_weights: bool, num_workers: int, num_kv_scales: int) -> None:
-    """Refuse a policy that was staged for engines of another precision or sharding, and scales that belong to other
-    weights.
+    """Refuse a push for another precision or sharding, and KV scales of other weights.
 
     `num_kv_scales` is the number of layers with an FP8 KV cache.
     """
     if fp8_weights != bool(push.quantised):
         precision = "FP8" if push.quantised else "full precision"
-        raise PushRefusedError(f"weights: staged for an engine in {precision}, which this one is not")
+        raise PushRefusedError(f"weights: staged for an engine in {precision}, unlike this one")
     if fp8_weights and len(push.quantised) != num_workers:
         raise PushRefusedError(
             f"weights: staged in FP8 for {len(push.quantised)} tensor-parallel workers; must be for {num_workers}"
@@ -97,16 +96,15 @@ def check_precision(push: Push, *, fp8_weights: bool, num_workers: int, num_kv_s
         )
     if scales is not None and scales.version != push.version:
         raise PushRefusedError(
-            f"kv_scales: calibrated for version {scales.version}; must be of version {push.version}, because other "
-            "weights have other keys"
+            f"kv_scales: calibrated for version {scales.version}; must be of version {push.version} because KV ranges "
+            "depend on the weights"
         )
 
 
 def check_push(push: Push, expected: Mapping[str, TensorSpec], memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a push, all of them checked; raises PushRefusedError that begins with the name of the first bad
-    one.
+    """Check and return the tensors of a push; raise PushRefusedError with the name of the first bad one.
 
-    The tensors are views of `memory`, which holds the bytes of the push: whoever keeps one keeps all of that memory.
+    The tensors are views of `memory`, so keeping one keeps the memory of the whole push.
     """
     _check_inventory(push, expected, memory.numel())
     tensors = [(entry.name, _view(entry, memory)) for entry in push.entries]
@@ -136,45 +134,42 @@ def _check_inventory(push: Push, expected: Mapping[str, TensorSpec], size: int) 
 def _misfit(entry: TensorEntry, spec: TensorSpec, size: int) -> str | None:
     if entry.shape != spec.shape:
         return f"got shape {list(entry.shape)}; must be {list(spec.shape)}"
-    # The engine converts between float types as it loads; a float where indices belong (or the reverse) is another
-    # tensor.
+    # The engine converts between float types while loading, but not between floats and integers.
     if entry.dtype != spec.dtype and not (entry.dtype in _NOT_FINITE and spec.dtype in _NOT_FINITE):
         return f"got dtype {entry.dtype}; must be {spec.dtype}"
     width = _dtype(entry).itemsize
     misplaced = entry.offset < 0 or entry.offset % width or entry.offset + entry.num_bytes > size
     if entry.num_bytes != math.prod(entry.shape) * width or misplaced:
-        return f"got {entry.num_bytes} bytes at offset {entry.offset}, where no {entry.dtype} of that shape can be"
+        return f"got {entry.num_bytes} bytes at offset {entry.offset}; must fit shape and alignment of {entry.dtype}"
     return None
 
 
 def _problem(entry: TensorEntry, tensor: torch.Tensor) -> str | None:
-    """What is wrong with the bytes of one tensor. On the CPU this is found in a single pass over memory."""
+    """Return the problem with the bytes of one tensor, if any; on the CPU in a single pass over memory."""
     if tensor.device.type == "cpu":
         found, finite = _read_once(entry, tensor.reshape(-1).view(torch.uint8).numpy())
     else:
         found, finite = device_fingerprint(tensor), _is_finite_on_device(tensor)
     if found != entry.fingerprint:
-        return (
-            f"fingerprint is {found}; must be {entry.fingerprint}, which the sender took: its bytes changed on the way"
-        )
+        return f"fingerprint is {found}; must be the sender's {entry.fingerprint}: its bytes changed on the way"
     return None if finite else "holds a NaN or an infinity"
 
 
 def _read_once(entry: TensorEntry, raw: Bytes) -> tuple[str, bool]:
-    """Fingerprint and finiteness."""
+    """Return the fingerprint, and whether all values are finite."""
     digest = xxhash.xxh3_128()
     finite = True
     for start in range(0, len(raw), BLOCK_BYTES):
         block = raw[start : start + BLOCK_BYTES]
-        # In this order: the maxima draw a block from memory faster than the hash, which then finds it in the cache.
+        # In this order: the maxima read a block from memory faster than the hash, which then reads it from the cache.
         finite = finite and _is_finite(block, entry.dtype)
         digest.update(block.data)
     return seal(digest, entry.dtype, entry.shape), finite
 
 
 def _is_finite(block: Bytes, dtype: str) -> bool:
-    """Two maxima over bit patterns, far cheaper than `torch.isfinite`: read as signed integers the positive infinity
-    and NaNs are the largest, read as unsigned the negative ones are. Tested against torch over every 16-bit pattern."""
+    """Check with two maxima over bit patterns, far cheaper than `torch.isfinite`: positive infinity and NaNs are the
+    largest signed integers, negative ones the largest unsigned integers."""
     if dtype not in _NOT_FINITE:
         return True
     unsigned, signed, first = _NOT_FINITE[dtype]

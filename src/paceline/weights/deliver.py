@@ -1,4 +1,4 @@
-"""Between sender and engine, over any transport: give one push to one engine and say how it went."""
+"""Deliver a push to one engine over any transport and return its receipt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.weights.message import Push, PushReport
 
 
 class PushTarget(Protocol):
-    """The part of `VllmEngine` that a push needs."""
+    """The methods of `VllmEngine` that a push needs."""
 
     @property
     def name(self) -> str: ...
@@ -29,23 +29,22 @@ class PushTarget(Protocol):
 
 
 async def join(engine: PushTarget, address: GroupAddress, first_rank: int) -> str | None:
-    """Make the workers of one engine members of a group, for pushes over the distributed transport; returns why it
-    failed.
+    """Add the workers of one engine to a process group; return the error if it failed.
 
-    It fails without the engine's fault when another member does not come.
+    The cause may be another member that did not join.
     """
     try:
         await engine.rpc("init_weight_transfer_engine", {"address": asdict(address), "first_rank": first_rank})
     except EngineLostError:
         raise
-    except Exception as error:  # noqa: BLE001  vLLM's rpc turns every error of a worker into an exception of its own
+    except Exception as error:  # noqa: BLE001  vLLM's rpc converts every error of a worker
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def read_reports(push: Push, reports: Sequence[PushReport]) -> tuple[str | None, bool, tuple[str, ...]]:
-    """From the answers of an engine's workers: why the push failed (None if it did not), whether the engine may now
-    hold anything, and the tensors that it holds with other fingerprints than the sender's."""
+    """Return the error of a push (None on success), whether the engine's weights are now undefined, and the tensors
+    with wrong fingerprints, from the reports of the engine's workers."""
     refusals = [report.refused for report in reports if report.refused is not None]
     if refusals and len(refusals) == len(reports):
         return refusals[0], False, ()
@@ -53,14 +52,14 @@ def read_reports(push: Push, reports: Sequence[PushReport]) -> tuple[str | None,
         return f"only some of the engine's workers refused: {refusals[0]}", True, ()
     wrong = (mismatched(push.fingerprints_of(rank), report.fingerprints) for rank, report in enumerate(reports))
     names = tuple(sorted({name for worker in wrong for name in worker}))
-    return (f"{names[0]}: held with another fingerprint than the sender's", True, names) if names else (None, False, ())
+    return (f"{names[0]}: fingerprint differs from the sender's", True, names) if names else (None, False, ())
 
 
 async def deliver(engine: PushTarget, push: Push) -> Receipt:
-    """Give one push to one engine, between two of its steps, and say how it went. Never raises for the engine's fault.
+    """Deliver a push to one engine between two of its steps. Errors of the engine are returned in the receipt.
 
-    The engine runs again when this returns, with the new version or, after a refusal, with the one it had. With `lost`
-    it does neither: it stays paused and may hold anything.
+    When this returns, the engine runs with the new version or, after a refusal, with the previous one. If `lost`, it
+    stays paused and its weights are undefined.
     """
     started_s = time.monotonic()
 
@@ -90,5 +89,5 @@ async def deliver(engine: PushTarget, push: Push) -> Receipt:
             await engine.on_new_weights(push.version)
         await engine.resume()
         return receipt()
-    except Exception as error:  # noqa: BLE001  whatever goes wrong after the pause leaves an engine that nobody can vouch for
+    except Exception as error:  # noqa: BLE001  after any error the engine's weights are undefined
         return receipt(error=f"{type(error).__name__}: {error}", lost=True)

@@ -1,18 +1,16 @@
-"""torch.distributed as a transport: the learner broadcasts the bytes of a push to all engines' workers.
+"""Transport over torch.distributed: the learner broadcasts a push to the workers of all engines.
 
-Sender and workers form a process group of their own, made from a TCPStore that the sender hosts: not the default group,
-which FSDP uses in the learner and vLLM in the engine. gloo carries tensors on the CPU, NCCL those on GPUs; only gloo
-has been run.
+Sender and workers form a separate process group with a TCPStore that the sender hosts, because FSDP and vLLM use the
+default group. gloo is the backend on the CPU, NCCL on GPUs; only gloo has been run.
 
     sender      host ─▶ join ──────────────────── stage ─▶ transmit ─▶ transmit ...
     worker              join(rank) ── message by rpc ─────▶ fetch    ─▶ fetch   ...
 
-Memory: the sender keeps the staged tensors until they are sent, and one bucket of them. A worker holds a whole push
-beside its model, on its own device, until it has loaded it: only then can a push be refused as a whole. Loading bucket
-by bucket would need less and is left for later.
+Memory: the sender keeps the staged tensors and one bucket until they are sent. A worker keeps a whole push beside its
+model on its device until it is loaded, so that a push can be refused as a whole.
 
-A broadcast needs every member. So a worker takes the bytes of every push, also of one that it will refuse, and a group
-that has lost a member is made anew. Until then nobody waits longer than the group's timeout.
+A broadcast needs every member, so workers receive every push, even one that they will refuse, and losing a member
+requires a new group. Until then, calls fail after the group's timeout.
 """
 
 from __future__ import annotations
@@ -39,18 +37,18 @@ _BUCKET_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAddress:
-    """Where a group meets."""
+    """Rendezvous of a process group."""
 
     name: str
     host: str
     port: int
     size: int
-    """Members: the sender and every worker of every engine."""
+    """Number of members: the sender and every worker of every engine."""
     timeout_s: float
 
 
 def host_store(host: str, timeout_s: float) -> TCPStore:
-    """A store that processes meet at, open on this address only; TCPStore by itself listens on all of the machine's."""
+    """Open a store that listens on this address only; by default TCPStore listens on all addresses."""
     listener = socket.create_server((host, 0), backlog=2048)
     return TCPStore(
         host,
@@ -67,7 +65,7 @@ def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 class DistributedSender:
-    """Rank 0 of the group. Only the learner's rank that sends makes one."""
+    """Rank 0 of the group, in the learner's sending rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,7 +75,7 @@ class DistributedSender:
         self._staged: list[tuple[TensorEntry, torch.Tensor]] = []
 
     def host(self, host: str, num_workers: int, timeout_s: float) -> GroupAddress:
-        """Open a new group for so many workers, in place of the last one; `join` waits for them."""
+        """Create the address of a new group, which replaces the previous one; `join` waits for its workers."""
         self._group = None
         if self._store is None:
             self._store = host_store(host, timeout_s)
@@ -101,13 +99,12 @@ class DistributedSender:
         sharding: Sharding = WHOLE,
         kv_scales: KvScales | None = None,
     ) -> Push:
-        """Fingerprint every tensor and keep it until `transmit`. A tensor that changes until then is refused by the
-        workers.
+        """Fingerprint every tensor and keep it until `transmit`. Workers refuse tensors that change until then.
 
-        `quantised` is for engines in FP8, split by `sharding`, and `kv_scales` for those with an FP8 KV cache.
+        `quantised` and `sharding` are for FP8 engines, `kv_scales` for engines with an FP8 KV cache.
         """
         assert self._address is not None, "host comes first"
-        finish_work(self._device)  # the optimizer's kernels may still be writing what is about to be read
+        finish_work(self._device)  # the optimizer's kernels may still be writing
         self._staged = []
         offset = 0
         stacker = LayerStacker(sharding)
@@ -139,13 +136,12 @@ class DistributedSender:
         )
 
     def transmit(self) -> None:
-        """Broadcast what is staged, while every worker is in `fetch`. After an error the group is of no use any
-        more."""
+        """Broadcast the staged tensors while every worker is in `fetch`. After an error the group is unusable."""
         if self._group is None:
             raise PacelineError("weights: the process group is not open")
         staged, self._staged = self._staged, []
         tensors = {entry.name: tensor for entry, tensor in staged}
-        finish_work(self._device)  # what staging copied is there before NCCL's stream reads it
+        finish_work(self._device)  # NCCL's stream must not read before the copies of staging end
         try:
             for bucket in _buckets([entry for entry, _ in staged]):
                 start = bucket[0].offset
@@ -172,14 +168,14 @@ class DistributedReceiver:
         self._name = ""
 
     def join(self, address: GroupAddress, rank: int) -> None:
-        """Join the sender's group, in place of the last one; returns when all its members have."""
+        """Join the sender's group, which replaces the previous one; wait for all its members."""
         self.close()
         store = join_store(address.host, address.port, address.timeout_s)
         self._group = _ProcessGroup(address, store, rank=rank, device=self._device)
         self._name = address.name
 
     def fetch(self, push: Push) -> torch.Tensor:
-        """The bytes of a push, in memory of their own."""
+        """Receive the bytes of a push into new memory."""
         if self._group is None or push.channel != self._name:
             raise PushRefusedError(f"group {push.channel}: this engine has not joined it")
         memory = torch.empty(push.extent, dtype=torch.uint8, device=self._device)
@@ -196,28 +192,28 @@ class DistributedReceiver:
 
 
 class _ProcessGroup:
-    """A process group that is nobody's default group."""
+    """A process group apart from the default one."""
 
     def __init__(self, address: GroupAddress, store: Store, *, rank: int, device: torch.device) -> None:
         shared, timeout = PrefixStore(address.name, store), timedelta(seconds=address.timeout_s)
         if collective_backend(device) == "nccl":
-            nccl = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue]  builds for the CPU have none
+            nccl = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue]  CPU builds lack it
             options = nccl.Options()
-            options._timeout = timeout  # how torch's own init_process_group sets it
+            options._timeout = timeout  # as init_process_group does
             self._group: Any = nccl(shared, rank, address.size, options)
         else:
             self._group = dist.ProcessGroupGloo(shared, rank, address.size, timeout)
-        self._store = store  # the group asks it for as long as it lives
+        self._store = store  # the group uses it throughout its life
 
     def broadcast(self, memory: torch.Tensor) -> None:
-        """From rank 0 to all others. Raises RuntimeError if one of them is gone or too slow."""
+        """Broadcast from rank 0; raise RuntimeError if a member is gone or too slow."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([memory], options).wait()
 
 
 def _buckets(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
-    """Consecutive tensors that travel in one broadcast. Sender and workers cut alike, from the same entries."""
+    """Yield consecutive tensors for one broadcast each, the same for sender and workers."""
     bucket: list[TensorEntry] = []
     for entry in entries:
         if entry.num_bytes == 0:

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, 128 bits over bytes, dtype and shape: sender and receiver must find the same."""
+"""128-bit fingerprints of tensors over bytes, dtype and shape, compared between sender and receiver."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from paceline.fp8 import quantise_blocks
 
 Bytes = npt.NDArray[np.uint8]
 
-# Copying, hashing and checking go block by block, so that the second pass over a block finds it in the core's own
-# cache.
+# Copy, hash and check by blocks that fit the core's cache.
 BLOCK_BYTES = 512 * 1024
 
 
 def hash_threads() -> int:
-    """Two threads saturate memory on the machines seen; an engine that is bound to one core has one."""
+    """Return the number of hash threads: two saturate memory on tested machines; an engine may have one core."""
     return min(2, len(os.sched_getaffinity(0)))
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """128 bits over a tensor's bytes, dtype and shape. Sender and receiver take it on the same kind of device."""
+    """Return the fingerprint of a tensor. Sender and receiver must compute it on the same kind of device."""
     if tensor.device.type != "cpu":
         return device_fingerprint(tensor)
     return seal(xxhash.xxh3_128(tensor_bytes(tensor).data), dtype_name(tensor.dtype), tensor.shape)
 
 
 def device_fingerprint(tensor: torch.Tensor) -> str:
-    """As `fingerprint`, in torch operations only, for tensors that should not leave a GPU.
+    """Compute a fingerprint with torch operations, for tensors on a GPU.
 
-    Two sums modulo 2**64 over 8-byte words w_i: w_i * (2i + 1) and w_i * (2i**2 + 1). Weights are odd, hence a change
-    of one word always changes both sums; they depend on i, hence so does a swap of two words. It detects accidents, not
-    an adversary.
+    Two sums modulo 2**64 over 8-byte words w_i: w_i * (2i + 1) and w_i * (2i**2 + 1). The factors are odd, so a change
+    of one word changes both sums; they depend on i, so a swap of two words does too. It detects accidents, not attacks.
     """
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
@@ -52,38 +50,35 @@ def device_fingerprint(tensor: torch.Tensor) -> str:
 
 
 def scale_fingerprint(scale: float) -> str:
-    """The bits of a KV scale as a float32."""
+    """Return the bits of a KV scale as a float32."""
     return np.float32(scale).tobytes().hex()
 
 
 def quantised_fingerprints(layer: str, codes_NK: torch.Tensor, scale: torch.Tensor) -> dict[str, str]:
-    """Fingerprints of one quantised layer, under names that no tensor of a checkpoint has."""
+    """Return the fingerprints of one quantized layer, under names that no checkpoint uses."""
     return {f"{layer}.weight.fp8": fingerprint(codes_NK), f"{layer}.weight.scale": fingerprint(scale)}
 
 
 def reference_fingerprints(layer: str, shards: Sequence[torch.Tensor]) -> list[dict[str, str]]:
-    """Fingerprints of what each worker of an FP8 engine must make of its part of a layer, by the reference
-    quantiser."""
+    """Return the expected fingerprints of each FP8 worker's shard of a layer, from the reference quantizer."""
     quantised = map(quantise_blocks, shards)
     return [quantised_fingerprints(layer, shard.codes_NK, shard.scale) for shard in quantised]
 
 
 def by_worker(references: Iterable[Sequence[Mapping[str, str]]]) -> tuple[dict[str, str], ...]:
-    """Fingerprints of all layers for each worker, from those of each layer."""
+    """Merge the fingerprints of all layers per worker."""
     return tuple(
         {name: value for layer in layers for name, value in layer.items()} for layers in zip(*references, strict=True)
     )
 
 
 def mismatched(sent: Mapping[str, str], held: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of tensors that are not held, held with another fingerprint than the sender's, or held without having been
-    sent."""
+    """Return the names of tensors that only one side has or whose fingerprints differ."""
     return tuple(sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name)))
 
 
 def seal(digest: xxhash.xxh3_128, dtype: str, shape: Sequence[int]) -> str:
-    """Add dtype and shape to a hash of the bytes. They come last: in front they would shift every block off its
-    alignment."""
+    """Add dtype and shape to a hash of the bytes. They come last so that blocks stay aligned."""
     digest.update(f"{dtype}{list(shape)}".encode())
     return digest.hexdigest()
 
@@ -93,5 +88,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
-    """The bytes of a tensor in its logical order; a view where its memory already lies so."""
+    """Return the bytes of a tensor in logical order, as a view if its memory is contiguous."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

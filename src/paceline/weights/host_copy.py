@@ -1,4 +1,4 @@
-"""A copy of tensors in host memory, from which those that were lost are put back."""
+"""Keep a copy of tensors in host memory and restore those that changed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from paceline.weights.fingerprint import fingerprint
 
 
 class HostCopy:
-    """Tensors by name as they were when they were last kept, with the fingerprints that they had on their device."""
+    """Copies of tensors by name, with their fingerprints on the device."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[str, torch.Tensor]] = {}
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy what has changed since the last time. A failure leaves no copy: an old one would undo later updates."""
+        """Copy tensors that changed since the last call. A failure leaves no copy: an old one would undo updates."""
         before, self._kept = self._kept, {}
         found = {name: fingerprint(tensor) for name, tensor in tensors.items()}
         self._kept = {
@@ -28,14 +28,13 @@ class HostCopy:
         }
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Put back what differs from the copy, in place; returns the names. What is no longer among the tensors is left
-        alone."""
+        """Restore tensors that differ from the copy, in place; return their names. Ignore copies of other tensors."""
         lost = [
             name for name, (kept, _) in self._kept.items() if name in tensors and fingerprint(tensors[name]) != kept
         ]
-        with torch.inference_mode():  # models may hold tensors that were made in it
+        with torch.inference_mode():  # models may have tensors that were created in it
             for name in lost:
                 tensors[name].copy_(self._kept[name][1])
         if wrong := [name for name in lost if fingerprint(tensors[name]) != self._kept[name][0]]:
-            raise PacelineError(f"{', '.join(wrong)}: put back, and still not what was kept")
+            raise PacelineError(f"{', '.join(wrong)}: restored from the host copy, but the fingerprint still differs")
         return lost

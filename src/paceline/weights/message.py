@@ -1,6 +1,6 @@
-"""The one weight message: what a sender tells every engine about a push, and what each worker answers.
+"""Messages of a weight push: `Push` from the sender to every engine, `PushReport` from each worker.
 
-Both become plain dicts where vLLM's rpc carries them (`deliver` and `WorkerExtension.receive_push`), and nowhere else.
+They are plain dicts only inside vLLM's rpc (`deliver` and `WorkerExtension.receive_push`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _ALIGNMENT = 64
 
 
 def aligned(offset: int) -> int:
-    """The first offset from here on at which a tensor of any dtype may begin."""
+    """Round an offset up to the alignment of all dtypes."""
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """Where one tensor lies among the bytes of a push, and what it must be.
+    """Location of one tensor among the bytes of a push, and its expected content.
 
     Example: TensorEntry(name="model.norm.weight", dtype="bfloat16", shape=(256,), offset=64, num_bytes=512,
     fingerprint="9f…")
@@ -34,7 +34,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """As torch spells it, without `torch.`."""
+    """Torch's name without `torch.`."""
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
@@ -43,19 +43,19 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """One version of one model, staged and ready to be read."""
+    """One staged version of one model."""
 
     version: int
     target: Target
     transport: Transport
     channel: str
-    """Name of the segment in /dev/shm, or of the process group that the bytes are broadcast in."""
+    """Name of the segment in /dev/shm or of the process group."""
     entries: tuple[TensorEntry, ...]
     quantised: tuple[Mapping[str, str], ...] = ()
-    """Fingerprints of what each worker of an FP8 engine must make of its part of the weights, in the order of their
-    ranks: codes and scales of every quantised layer. Empty for other engines."""
+    """Expected fingerprints of codes and scales of every quantized layer, per worker of an FP8 engine in rank order.
+    Empty for other engines."""
     kv_scales: KvScales | None = None
-    """For an engine with an FP8 KV cache."""
+    """For engines with an FP8 KV cache."""
 
     @property
     def num_bytes(self) -> int:
@@ -68,19 +68,19 @@ class Push:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of everything that the engine's first worker must hold after this push."""
+        """Expected fingerprints of the engine's first worker after this push."""
         return self.fingerprints_of(0)
 
     def fingerprints_of(self, rank: int) -> dict[str, str]:
-        """Fingerprints of everything that one worker must hold after this push. Workers differ in quantised layers
-        alone: every one of them checks all bytes that arrive, and keeps its part of them."""
+        """Return the expected fingerprints of one worker after this push. Workers differ only in quantized layers:
+        every worker checks all received bytes and keeps its shard."""
         scales = {} if self.kv_scales is None else self.kv_scales.named()
         arrived = {entry.name: entry.fingerprint for entry in self.entries}
         quantised = self.quantised[rank] if self.quantised else {}
         return arrived | dict(quantised) | {name: scale_fingerprint(scale) for name, scale in scales.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only: vLLM's rpc carries no classes without pickle."""
+        """Convert to plain types: vLLM's rpc needs pickle for classes."""
         return asdict(self)
 
     @classmethod
@@ -95,17 +95,16 @@ class Push:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
-    """What one worker answers to a push."""
+    """Answer of one worker to a push."""
 
     version: int
     refused: str | None = None
-    """Why the push was refused; None when it was applied."""
+    """Reason for a refusal; None if the push was applied."""
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of everything of this push that the model holds now, quantised layers and KV scales included; empty
-    after a refusal."""
+    """Fingerprints of the loaded tensors, quantized layers and KV scales included; empty after a refusal."""
     verify_s: float = 0.0
     load_s: float = 0.0
-    """vLLM's own loading: packing, quantising, copying into place."""
+    """Time that vLLM spent packing, quantizing and copying."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,16 +117,16 @@ class PushReport:
 
 @contextmanager
 def _typed(what: str) -> Iterator[None]:
-    """Turn what a message of another form runs into to an error that says so."""
+    """Convert the errors of a malformed message to ValueError."""
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"{what}: got a message of another form ({error!r}); must be of this version") from error
+        raise ValueError(f"{what}: got a malformed message ({error!r}); must be from the same version") from error
 
 
 def check_staged(version: int, entries: Sequence[TensorEntry]) -> None:
-    """Raise ValueError for what no sender may stage."""
+    """Raise ValueError for a negative version or an empty push."""
     if version < 0:
         raise ValueError(f"version: got {version}; must be 0 or more because versions count policy updates")
     if not entries:
-        raise ValueError("weights: got no tensor; must be the whole model because an engine refuses a part of it")
+        raise ValueError("weights: got no tensor; must be the whole model because engines refuse incomplete pushes")

@@ -1,8 +1,8 @@
-"""Shared memory as a transport: the sender writes weights into a segment in /dev/shm, and engines map it.
+"""Transport over shared memory: the sender writes weights into a segment in /dev/shm, and engines map it.
 
-There is one segment per target. It is reused: `stage` must not run before every engine has answered to the push before.
-An engine that reads while it is overwritten sees wrong fingerprints and refuses. A segment is not a safetensors file:
-it grows by extents while tensors arrive one by one, and each tensor is hashed as it is copied, in one pass over memory.
+There is one segment per target. It is reused, so `stage` must not run before every engine has answered the previous
+push. An engine that reads while it is overwritten finds wrong fingerprints and refuses. A segment is not a safetensors
+file: it grows by extents while tensors arrive, and each tensor is copied and hashed in one pass over memory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from paceline.weights.fingerprint import (
 )
 from paceline.weights.message import Push, Target, TensorEntry, aligned, check_staged
 
-# The segment grows by whole extents; a larger tensor gets an extent of its own.
+# The segment grows by whole extents; a larger tensor gets its own extent.
 _EXTENT_BYTES = 16 * 1024 * 1024
 
 
 class ShmSender:
-    """Owns one segment per target. Only the rank that sends makes one; the other ranks take part in gathering."""
+    """Owner of one segment per target, in the learner's sending rank."""
 
     def __init__(self) -> None:
         sweep_segments()
@@ -58,10 +58,10 @@ class ShmSender:
         sharding: Sharding = WHOLE,
         kv_scales: KvScales | None = None,
     ) -> Push:
-        """Copy every tensor into the segment, in the dtype in which it comes, and fingerprint it on the way.
+        """Copy every tensor into the segment in its dtype and fingerprint it.
 
-        At most a few tensors are held at a time, so gathering them one by one from shards costs the memory of a few.
-        `quantised` is for engines in FP8, split by `sharding`, and `kv_scales` for those with an FP8 KV cache.
+        Only a few tensors are in memory at a time, so gathering them from shards costs little memory. `quantised` and
+        `sharding` are for FP8 engines, `kv_scales` for engines with an FP8 KV cache.
         """
         segment = self._segments.get(target)
         if segment is None:
@@ -92,7 +92,7 @@ class ShmSender:
         )
 
     def close(self) -> None:
-        """Remove the segments. Engines that still map one keep the memory alive until they map another or end."""
+        """Remove the segments. Their memory is freed once engines have mapped another segment or ended."""
         self._threads.shutdown()
         for segment in self._segments.values():
             segment.close()
@@ -100,18 +100,18 @@ class ShmSender:
 
 
 def free_bytes() -> int:
-    """Room that is left in shared memory."""
+    """Return the free space in shared memory."""
     free = os.statvfs(SHARED_MEMORY)
     return free.f_bavail * free.f_frsize
 
 
 def segment_bytes(num_bytes: int) -> int:
-    """Size of a segment for so many bytes of weights, roughly: whole extents, and one that is not filled."""
+    """Estimate the size of a segment for this many bytes of weights, rounded up to extents plus a partial one."""
     return (num_bytes // _EXTENT_BYTES + 2) * _EXTENT_BYTES
 
 
 class _Segment:
-    """A locked file in shared memory that grows by extents, each mapped and faulted in once."""
+    """A locked file in shared memory that grows by extents, each mapped and populated once."""
 
     def __init__(self, target: Target) -> None:
         self.name = f"{SEGMENT_PREFIX}{os.getpid()}-{target}-{secrets.token_hex(8)}"
@@ -128,8 +128,7 @@ class _Segment:
         self._cursor = 0
 
     def reserve(self, num_bytes: int) -> tuple[int, Bytes]:
-        """Offset in the file and writable memory for the next tensor. Equal inventories get equal offsets at every
-        push."""
+        """Return the file offset and writable memory for the next tensor, the same at every push of a model."""
         while self._extent < len(self._extents):
             start, memory = self._extents[self._extent]
             if self._cursor + num_bytes <= len(memory):
@@ -149,8 +148,7 @@ class _Segment:
         page = mmap.ALLOCATIONGRANULARITY
         size = -(-max(num_bytes, _EXTENT_BYTES) // page) * page
         try:
-            # Allocated here, where lack of room is an error that can be told: writing to a sparse file would end in
-            # SIGBUS.
+            # Without allocation, lack of space would be a SIGBUS when writing to the sparse file.
             os.posix_fallocate(self._descriptor, self._size, size)
         except OSError as error:
             raise PacelineError(
@@ -163,7 +161,7 @@ class _Segment:
 
 
 def _remove(path: Path, descriptor: int, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:  # a forked child inherits this call and must not take the segment from its parent
+    if os.getpid() == owner_pid:  # a forked child inherits this finalizer
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -183,13 +181,13 @@ def _stage_tensor(name: str, tensor: torch.Tensor, offset: int, room: Bytes) -> 
 
 
 class ShmReceiver:
-    """Maps segments, and keeps each mapped for the next push."""
+    """Map segments and keep them mapped for the next push."""
 
     def __init__(self) -> None:
         self._mapped: dict[Target, tuple[str, torch.Tensor]] = {}
 
     def fetch(self, push: Push) -> torch.Tensor:
-        """The bytes of a push as read-only memory: whoever keeps a view of it keeps what the next push overwrites."""
+        """Return the bytes of a push as read-only memory, which the next push overwrites."""
         name, memory = self._mapped.get(push.target, ("", torch.empty(0, dtype=torch.uint8)))
         if name != push.channel or memory.numel() < push.extent:
             self._mapped.pop(push.target, None)
@@ -213,10 +211,9 @@ def _map_segment(name: str, size: int) -> torch.Tensor:
         raise PushRefusedError(f"segment {name}: {why}") from error
     try:
         length = os.fstat(descriptor).st_size
-        if length < size:  # reading past the end of a file is SIGBUS, which no one can catch
+        if length < size:  # reading past the end of a mapped file raises SIGBUS
             raise PushRefusedError(f"segment {name}: got {length} bytes; must be at least {size}")
-        # Read-only: a loader that worked in place would change the weights under the other engines, and must rather
-        # fail.
+        # Read-only, so that a loader that works in place fails instead of changing the weights of other engines.
         memory = mmap.mmap(descriptor, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
     finally:
         os.close(descriptor)
