@@ -461,7 +461,7 @@ def test_fp8_is_planned_from_what_was_measured_in_fp8(tmp_path: Path) -> None:
     stated = answer(asked, context=make_context(), sensitive=False).limits
     assert any("measured on some CPU, 2 cores; Qwen3ForCausalLM with 28 layers of 1024" in line for line in stated)
     save_costs(tmp_path / "fp8.json", halved(costs))
-    with pytest.raises(ValueError, match="must come with one of BF16"):
+    with pytest.raises(ValueError, match="must come with a BF16 file"):
         question_of(Request(model="Qwen3-8B", **USUAL, costs=[tmp_path / "fp8.json"]))
 
 
