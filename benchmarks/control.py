@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
 from paceline.config import Config, load_config
 from paceline.context import Context
 from paceline.measure import CpuTimes, Result, environment, middle, paired
@@ -17,15 +18,7 @@ from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.recovery import Recovery
-from paceline.plan.simulate import (
-    SimulatedEngine,
-    SimulatedLearner,
-    SimulatedSender,
-    long_tailed_lengths,
-    run_virtual,
-    score_by_parity,
-    simulated_prompts,
-)
+from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 
 ENGINES = (16, 128, 1024)
 

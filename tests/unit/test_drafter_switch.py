@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
 from memory_store import MemoryStore, SimulatedTrainer
 from paceline.config import load_config
 from paceline.drafters.kinds import draft_costs
@@ -22,15 +23,7 @@ from paceline.orchestrator.drafter_training import OnlineDrafterTraining
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.recovery import Recovery
-from paceline.plan.simulate import (
-    SimulatedEngine,
-    SimulatedLearner,
-    SimulatedSender,
-    long_tailed_lengths,
-    run_virtual,
-    score_by_parity,
-    simulated_prompts,
-)
+from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 from paceline.types import PacelineError, Receipt, Rollout
 
 FREE = [0.0, 0.0, 0.0, 0.0]

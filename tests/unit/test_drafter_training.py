@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
 from paceline.config import Config, load_config
 from paceline.drafters.drift import Verdict
 from paceline.drafters.rounds import Progress, Rounds, drafter_weights
@@ -26,15 +27,7 @@ from paceline.orchestrator.healing import Healing, NoHealing
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members, place_of
 from paceline.orchestrator.online_drafter import Off
-from paceline.plan.simulate import (
-    SimulatedEngine,
-    SimulatedLearner,
-    SimulatedSender,
-    long_tailed_lengths,
-    run_virtual,
-    score_by_parity,
-    simulated_prompts,
-)
+from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 from paceline.types import PendingGradients, Receipt, Rollout, Sample
 
 SETTINGS = [

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.simulated import SimulatedEngine
 from paceline.metrics import Metrics
 from paceline.orchestrator import engine_counters
 from paceline.orchestrator.engine_counters import Differences, ask
-from paceline.plan.simulate import SimulatedEngine
 from paceline.rollout.counters import (
     ALARM_VERIFICATIONS,
     BIN_S,

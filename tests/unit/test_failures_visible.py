@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.simulated import SimulatedEngine, SimulatedSender
 from drafter_cases import make_documents, make_drafter, make_head
 from paceline.config import (
     BufferConfig,
@@ -30,14 +31,7 @@ from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.online_drafter import Off, OnlineDrafter
-from paceline.plan.simulate import (
-    SimulatedEngine,
-    SimulatedLearner,
-    SimulatedSender,
-    run_virtual,
-    score_by_parity,
-    simulated_prompts,
-)
+from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 from paceline.types import Learner, Sample, Scores
 from random_policy import make_policy
 

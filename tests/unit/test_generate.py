@@ -7,8 +7,9 @@ from itertools import count
 
 import numpy as np
 
+from benchmarks.simulated import SimulatedEngine
 from paceline.orchestrator.generate import generate_all, generate_on_all, generate_until
-from paceline.plan.simulate import SimulatedEngine, run_virtual
+from paceline.plan.simulate import run_virtual
 from paceline.types import GroupId, Rollout, RolloutRequest
 
 

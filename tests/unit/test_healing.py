@@ -11,21 +11,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
 from paceline.config import load_config
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.healing import Healing
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members, place_of
 from paceline.orchestrator.supervision import BEAT_S, SILENT_S
-from paceline.plan.simulate import (
-    SimulatedEngine,
-    SimulatedLearner,
-    SimulatedSender,
-    long_tailed_lengths,
-    run_virtual,
-    score_by_parity,
-    simulated_prompts,
-)
+from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 from paceline.types import (
     EngineLostError,
     PacelineError,

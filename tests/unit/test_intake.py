@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.simulated import SimulatedEngine
 from paceline.config import Config, load_config
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.batch_log import Taken
@@ -19,7 +20,7 @@ from paceline.orchestrator.members import Members
 from paceline.orchestrator.online_drafter import Off
 from paceline.orchestrator.recovery import Recovery
 from paceline.orchestrator.rewards import Scoring
-from paceline.plan.simulate import SimulatedEngine, finished_rollout, run_virtual, score_by_parity, simulated_prompts
+from paceline.plan.simulate import finished_rollout, run_virtual, score_by_parity, simulated_prompts
 from paceline.types import Group, GroupId, Prompt, Rollout, RolloutId, RolloutRequest
 
 Lengths = Callable[[RolloutRequest], int]

@@ -16,20 +16,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
 from paceline.config import load_config
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator import fleet
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
-from paceline.plan.simulate import (
-    SimulatedEngine,
-    SimulatedLearner,
-    SimulatedSender,
-    long_tailed_lengths,
-    run_virtual,
-    score_by_parity,
-    simulated_prompts,
-)
+from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 from paceline.types import Prompt
 
 NUM_STEPS = int(os.environ.get("PACELINE_STEPS", "200"))

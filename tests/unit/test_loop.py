@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
 from paceline.config import Config, CorrectionConfig, load_config
 from paceline.learner.guard import Level
 from paceline.metrics import JsonlSink, Recorder, read_metrics
@@ -19,15 +20,7 @@ from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.online_drafter import Off
-from paceline.plan.simulate import (
-    SimulatedEngine,
-    SimulatedLearner,
-    SimulatedSender,
-    long_tailed_lengths,
-    run_virtual,
-    score_by_parity,
-    simulated_prompts,
-)
+from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 from paceline.types import Group, GroupId, PacelineError, PendingGradients, Receipt, Rollout, Sample, Scores
 
 SMALL = [

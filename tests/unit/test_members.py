@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.simulated import SimulatedEngine
 from paceline.orchestrator.members import Members, incarnation_name, place_of
-from paceline.plan.simulate import SimulatedEngine
 
 
 def engine(name: str) -> SimulatedEngine:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
 from paceline.config import LearnerConfig, ObjectiveConfig, load_config
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.guard import GuardState, Level
@@ -19,13 +20,7 @@ from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.prompt_stream import PromptStream
 from paceline.orchestrator.recovery import Recovery
-from paceline.plan.simulate import (
-    SimulatedEngine,
-    SimulatedLearner,
-    SimulatedSender,
-    long_tailed_lengths,
-    simulated_prompts,
-)
+from paceline.plan.simulate import SimulatedLearner, simulated_prompts
 from paceline.types import Group, PendingGradients, Prompt, RolloutId, RolloutRequest, Sample
 from random_policy import make_policy
 

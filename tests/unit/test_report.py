@@ -15,19 +15,12 @@ import numpy as np
 import pytest
 from jinja2 import UndefinedError
 
+from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
 from paceline.config import load_config
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
-from paceline.plan.simulate import (
-    SimulatedEngine,
-    SimulatedLearner,
-    SimulatedSender,
-    long_tailed_lengths,
-    run_virtual,
-    score_by_parity,
-    simulated_prompts,
-)
+from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 from paceline.report.draft_length import curves
 from paceline.report.recorded import StepRollouts, read_run
 from paceline.report.render import render

@@ -11,12 +11,13 @@ from itertools import islice
 
 import pytest
 
+from benchmarks.simulated import SimulatedEngine, long_tailed_lengths
 from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.groups import Sampling
 from paceline.orchestrator.ledger import Ledger
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.online_drafter import Off
-from paceline.plan.simulate import SimulatedEngine, long_tailed_lengths, run_virtual, simulated_prompts
+from paceline.plan.simulate import run_virtual, simulated_prompts
 from paceline.types import RolloutRequest
 
 NUM_ENGINES, NUM_PROMPTS, GROUP_SIZE = 64, 512, 16

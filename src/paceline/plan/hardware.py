@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -35,39 +36,8 @@ class Gpu:
         return 1e12 * (self.fp8_tflops if precision == "fp8" else self.bf16_tflops)
 
 
-GPUS: Mapping[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        # NVIDIA Ampere GA102 whitepaper v2, table 2: 71 TFLOPS BF16 with FP32 accumulation, 936 GB/s; PCIe 4.0 x16.
-        Gpu(name="RTX3090", bf16_tflops=71, fp8_tflops=71, memory_tb_s=0.936, memory_gb=24, link_gb_s=32),
-        # NVIDIA Ada GPU architecture whitepaper, appendix A: 165.2 BF16 and 330.3 FP8 with FP32 accumulation,
-        # 1,008 GB/s; PCIe 4.0.
-        Gpu(name="RTX4090", bf16_tflops=165.2, fp8_tflops=330.3, memory_tb_s=1.008, memory_gb=24, link_gb_s=32),
-        # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A: 209.5 BF16, 419 FP8, 1,792 GB/s; PCIe 5.0 x16.
-        Gpu(name="RTX5090", bf16_tflops=209.5, fp8_tflops=419, memory_tb_s=1.792, memory_gb=32, link_gb_s=64),
-        # NVIDIA A100 80GB SXM datasheet: 312 BF16, 2,039 GB/s, NVLink 600 GB/s both directions.
-        Gpu(name="A100", bf16_tflops=312, fp8_tflops=312, memory_tb_s=2.039, memory_gb=80, link_gb_s=300),
-        # NVIDIA H100 SXM datasheet: 1,979 BF16 and 3,958 FP8 with sparsity (half without), 3.35 TB/s, NVLink 900 GB/s.
-        Gpu(name="H100", bf16_tflops=989.5, fp8_tflops=1979, memory_tb_s=3.35, memory_gb=80, link_gb_s=450),
-        # NVIDIA H200 SXM datasheet: as H100 with 141 GB at 4.8 TB/s.
-        Gpu(name="H200", bf16_tflops=989.5, fp8_tflops=1979, memory_tb_s=4.8, memory_gb=141, link_gb_s=450),
-        # NVIDIA H20 product brief: 148 BF16, 296 FP8, 96 GB at 4.0 TB/s, NVLink 900 GB/s.
-        Gpu(name="H20", bf16_tflops=148, fp8_tflops=296, memory_tb_s=4.0, memory_gb=96, link_gb_s=450),
-        # NVIDIA HGX B200 datasheet, per GPU: 4,500 BF16 and 9,000 FP8 with sparsity, 180 GB at 7.7 TB/s,
-        # NVLink 1.8 TB/s.
-        Gpu(name="B200", bf16_tflops=2250, fp8_tflops=4500, memory_tb_s=7.7, memory_gb=180, link_gb_s=900),
-        # NVIDIA GB200 NVL72 datasheet, per GPU: 5,000 BF16 and 10,000 FP8 with sparsity, 186 GB at 8 TB/s,
-        # NVLink 1.8 TB/s; 4 GPUs a tray, 72 in one NVLink domain.
-        Gpu(name="GB200", bf16_tflops=2500, fp8_tflops=5000, memory_tb_s=8.0, memory_gb=186, link_gb_s=900, per_node=4),
-        # AMD Instinct MI300X datasheet: 1,307.4 BF16, 2,614.9 FP8, 192 GB at 5.3 TB/s; 7 links of 128 GB/s both
-        # directions.
-        Gpu(name="MI300X", bf16_tflops=1307.4, fp8_tflops=2614.9, memory_tb_s=5.3, memory_gb=192, link_gb_s=448),
-        # Two vCPUs of a Sapphire Rapids host with AMX. Measured (benchmarks/results/rollout-amx.json), on
-        # arena:large: a plain step of one request reads 0.7 GB in 38 ms, and 48 requests take 80 ms for 0.7 GFLOP
-        # each more.
-        Gpu(name="CPU", bf16_tflops=0.9, fp8_tflops=0.9, memory_tb_s=0.022, memory_gb=8, link_gb_s=10, per_node=1),
-    )
-}
+_KNOWN = tomllib.loads((Path(__file__).parent / "hardware.toml").read_text(encoding="utf-8"))
+GPUS: Mapping[str, Gpu] = {name: Gpu(name=name, **facts) for name, facts in _KNOWN["gpus"].items()}
 
 
 def find_gpu(name: str) -> Gpu:
@@ -165,77 +135,7 @@ class ModelShape:
         return BYTES[precision] if self.expert_bytes is None else self.expert_bytes
 
 
-# config.json of each checkpoint on Hugging Face.
-_SHAPES = (
-    ModelShape(
-        name="Qwen3-8B", hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936
-    ),
-    ModelShape(
-        name="Qwen2.5-7B", hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064
-    ),
-    ModelShape(
-        name="Qwen2.5-32B", hidden=5120, layers=64, heads=40, kv_heads=8, head_dim=128, intermediate=27648, vocab=152064
-    ),
-    ModelShape(
-        name="Qwen3-30B-A3B",
-        hidden=2048,
-        layers=48,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        intermediate=6144,
-        vocab=151936,
-        experts=128,
-        experts_per_token=8,
-        expert_intermediate=768,
-    ),
-    ModelShape(
-        name="Qwen3-235B-A22B",
-        hidden=4096,
-        layers=94,
-        heads=64,
-        kv_heads=4,
-        head_dim=128,
-        intermediate=12288,
-        vocab=151936,
-        experts=128,
-        experts_per_token=8,
-        expert_intermediate=1536,
-    ),
-    # Every fourth layer is full attention, the others gated delta nets; one shared expert.
-    ModelShape(
-        name="Qwen3.5-122B-A10B",
-        hidden=3072,
-        layers=48,
-        heads=32,
-        kv_heads=2,
-        head_dim=256,
-        intermediate=9216,
-        vocab=248320,
-        experts=256,
-        experts_per_token=8,
-        expert_intermediate=1024,
-        shared_intermediate=1024,
-        cached_layers=12,
-    ),
-    # Experts in MXFP4 (4 bits and a shared scale of 8 bits for 32); every second layer sees a window of 128 tokens.
-    ModelShape(
-        name="gpt-oss-120b",
-        hidden=2880,
-        layers=36,
-        heads=64,
-        kv_heads=8,
-        head_dim=64,
-        intermediate=2880,
-        vocab=201088,
-        experts=128,
-        experts_per_token=4,
-        expert_intermediate=2880,
-        cached_layers=18,
-        expert_bytes=4.25 / 8,
-    ),
-)
-SHAPES: Mapping[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
+SHAPES: Mapping[str, ModelShape] = {name: ModelShape(name=name, **sizes) for name, sizes in _KNOWN["models"].items()}
 
 
 def find_shape(model: str) -> ModelShape:
