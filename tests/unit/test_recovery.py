@@ -15,6 +15,7 @@ from paceline.config import LearnerConfig, ObjectiveConfig, load_config
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.guard import GuardState, Level
 from paceline.metrics import JsonlSink, Recorder, read_metrics
+from paceline.orchestrator import batch_log
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
@@ -284,6 +285,29 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch)
     assert [record["metrics"]["checkpoint/failed"] for record in records["step"]] == [0, 1, 0, 1, 0, 1]
     assert {event["what"] for event in records["event"]} == {"checkpoint_failed"}
     assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_a_log_that_cannot_be_written_is_reported_at_the_end_of_each_step(tmp_path, monkeypatch):
+    def full(file: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(batch_log, "_write_private", full)
+    assert Life(tmp_path).run()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["metrics"]["checkpoint/failed"] for record in records["step"]] == [5] * 6, "4 groups and the step"
+    events = [(event["what"], event["step"]) for event in records["event"]]
+    assert events == [("checkpoint_failed", step) for step in range(1, 7)]
+
+
+def test_a_logged_reward_is_not_used_for_a_group_that_is_sampled_again(tmp_path):
+    """Guards against the reward of a damaged group for other tokens at its position."""
+    first = Life(tmp_path, ["run.checkpoint_every=100"], ends_after=21)
+    assert not first.run()
+    (tmp_path / "batches" / "group-00000002.safetensors").write_bytes(b"damaged")
+    second = Life(tmp_path, ["run.checkpoint_every=100"])
+    assert second.run()
+    assert "simulated/2" in first.scored and second.scored.count("simulated/2") == 1
+    assert not {f"simulated/{position}" for position in (0, 1, *range(3, 8))}.intersection(second.scored)
 
 
 def test_without_checkpoints_nothing_is_kept(tmp_path):
