@@ -188,7 +188,7 @@ class Recovery:
         """Remove groups and steps that the oldest checkpoint covers from the log."""
         assert self._store is not None and self._log is not None
         oldest = min(self._store.steps())
-        if oldest in self._covered:  # else it was written by an earlier driver and damaged ones lie between
+        if oldest in self._covered:  # else an earlier driver wrote it, and the next checkpoint replaces it
             self._covered = {step: state for step, state in self._covered.items() if step >= oldest}
             state = self._covered[oldest]
             self._log.forget(step=oldest, num_opened=state["num_taken"], still_open=set(state["open"]))
