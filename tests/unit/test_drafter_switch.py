@@ -287,4 +287,7 @@ def test_a_run_that_goes_on_after_its_switch_drafts_with_the_drafter_at_once(
     outcome = simulate(tmp_path, 13, store=store, checkpoint_every=12)
     assert outcome.wire.starts == ["learned"] and outcome.wire.drafters[0] == published
     assert outcome.steps("draft/learned")[12:] == [1.0]
-    assert [event["why"] for event in outcome.events("drafter_switched")] == ["gain exceeds cost", "the run goes on"]
+    assert [event["why"] for event in outcome.events("drafter_switched")] == [
+        "gain exceeds cost",
+        "resumed after a switch",
+    ]

@@ -1,4 +1,4 @@
-"""The medic: the whole table, who counts as lost and when, and how often a place is tried."""
+"""The state table of engine health, detection of lost engines, and the budget of restarts."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def heal(found: EngineSupervisor, now_s: float) -> float:
     return now_s
 
 
-def test_every_state_has_an_answer_to_every_sign() -> None:
+def test_every_state_has_an_answer_to_every_event() -> None:
     assert set(TABLE) == set(product(Health, HealthEvent))
 
 
-def test_every_state_but_the_last_can_end_and_no_sign_revives_a_place_that_was_given_up() -> None:
+def test_every_state_but_the_last_can_end_and_no_event_revives_a_place_that_was_given_up() -> None:
     for state in Health:
         ends = {TABLE[state, event][0] for event in HealthEvent} - {state}
         assert bool(ends) == (state is not Health.GIVEN_UP)

@@ -1,8 +1,8 @@
-"""Times of an engine on another machine, told on the driver's clock.
+"""Convert times of an engine on another machine to the driver's clock.
 
-A monotonic clock counts from its machine's boot, so times of two machines cannot be compared. The driver asks an engine
-for its time now and then, and takes the answer to be from the middle of the wait. The quickest of the last answers
-counts: it was off by half its wait at most.
+A monotonic clock counts from its machine's boot, so times of two machines are not comparable. The driver polls the
+engine's time, and assumes that the answer is from the middle of the wait. The fastest recent answer is used: its error
+is at most half its wait.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _NUM_ANSWERS = 16
 
 
 def this_machine() -> str:
-    """Names the boot of this machine, which containers on it share as they share its monotonic clock."""
+    """Return the boot id of this machine, which its containers share like its monotonic clock."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 class RemoteClock:
-    """The clock of one engine's machine. It counts as the driver's own until an answer from another machine comes."""
+    """The clock of one engine's machine, assumed to be the driver's until another machine answers."""
 
     def __init__(self) -> None:
         self._answers: deque[tuple[float, float]] = deque(maxlen=_NUM_ANSWERS)
-        """How long each answer took, and how far this clock was ahead of the other."""
+        """Duration of each answer, and the lead of the driver's clock."""
 
     @property
     def is_shared(self) -> bool:
@@ -34,11 +34,11 @@ class RemoteClock:
 
     @property
     def ahead_s(self) -> float:
-        """What has to be added to a time of the engine."""
+        """Offset from the engine's time to the driver's."""
         return min(self._answers)[1] if self._answers else 0.0
 
     def compare(self, machine: str, *, asked_s: float, theirs_s: float, answered_s: float) -> None:
-        """Take an answer into account; one from this machine says nothing that is not known."""
+        """Add an answer; answers from this machine have no offset."""
         if machine != this_machine():
             self._answers.append((answered_s - asked_s, (asked_s + answered_s) / 2 - theirs_s))
 

@@ -1,11 +1,11 @@
-"""Which node each process of a run goes to: a pure function of the cluster's resources and the config.
+"""Assign the processes of a run to nodes: a pure function of the cluster's resources and the config.
 
     nodes (resources.py) ─┐
                           ├─▶ plan ─▶ ClusterLayout: device, bundles, strategy, wire ─▶ placement.py ─▶ actors
     config ───────────────┘
 
-Nobody asks the driver's own hardware: the driver may be a head without GPUs. A bundle is room for one actor. Engines
-and ranks name their bundle by its index, so that colocated ones can name the same.
+The driver's hardware is irrelevant, since the driver may be a head node without GPUs. A bundle holds one actor. Engines
+and ranks refer to bundles by index, so that colocated ones can share a bundle.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from paceline.types import DeviceKind, PacelineError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine, as Ray shows it."""
+    """One machine in Ray's view."""
 
     id: str
     num_cpus: int
     num_gpus: int
-    """GPUs that are free."""
+    """Free GPUs."""
     taken_gpus: int = 0
-    """GPUs that other jobs hold now."""
+    """GPUs held by other jobs."""
     accelerator: str | None = None
     """Type of its GPUs, such as H100."""
     sliced: bool = False
-    """Its GPUs are slices of a GPU (MIG). Ray counts each slice as a whole GPU."""
+    """The GPUs are MIG slices. Ray counts each slice as a whole GPU."""
     has_driver: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Room for one actor on one node."""
+    """Resources of one actor on one node."""
 
     num_gpus: int
     node: str | None
@@ -48,13 +48,13 @@ class Bundle:
 
     @property
     def resources(self) -> dict[str, float]:
-        """The bundle as Ray wants it: one CPU for the actor, and its GPUs."""
+        """Return Ray's resources: one CPU for the actor, and its GPUs."""
         return {"CPU": 1.0, "GPU": float(self.num_gpus)} if self.num_gpus else {"CPU": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterLayout:
-    """The one decision about devices of a run, which all its processes are told."""
+    """Devices and nodes of all processes of a run."""
 
     device: DeviceKind
     bundles: tuple[Bundle, ...]
@@ -63,8 +63,8 @@ class ClusterLayout:
     ranks: tuple[int, ...]
     """Index of each learner rank's bundle."""
     training_hosts: frozenset[int]
-    """Engines beside which the drafter can be trained. Training data and rounds go through a directory, so these are on
-    one node with the whole learner and the driver."""
+    """Engines that can host drafter training. Data and rounds go through a directory, so these engines share a node
+    with the whole learner and the driver."""
     strategy: Literal["PACK", "STRICT_PACK"]
     transport: Transport
 
@@ -74,7 +74,7 @@ def plan(nodes: Sequence[Node], config: Config) -> ClusterLayout:
     has_gpus = any(node.num_gpus + node.taken_gpus for node in nodes)
     if config.cluster.device == "gpu" and not has_gpus:
         raise PacelineError(
-            "cluster.device: got 'gpu', but no node of the Ray cluster has one (`ray status` shows what it has); add "
+            "cluster.device: got 'gpu', but no node of the Ray cluster has one (see `ray status`); add "
             "GPU nodes, or set cluster.device=cpu"
         )
     if not has_gpus or config.cluster.device == "cpu":
@@ -90,10 +90,10 @@ def nodes_from(
     driver: str,
     sliced: Collection[str] = (),
 ) -> list[Node]:
-    """Nodes out of Ray's node table (`ray.nodes()`) and its free resources by node id.
+    """Return the nodes in Ray's node table (`ray.nodes()`), with free resources by node id.
 
-    A node that has only just joined may be missing in `free`; then nothing of it is taken. Ray counts a MIG slice as a
-    GPU and does not say so: `sliced` names the nodes where it is one. Parts of a GPU are of no use to a run.
+    A new node may be missing in `free`, and is entirely free then. Ray counts a MIG slice as a GPU, so `sliced` names
+    the nodes with slices. Fractions of a GPU are unusable.
     """
     nodes = []
     for entry in table:
@@ -117,7 +117,7 @@ def nodes_from(
 
 
 def _on_cpus(nodes: Sequence[Node], config: Config) -> ClusterLayout:
-    """All processes on one node, because shared memory is the wire there. Which one, Ray decides."""
+    """Place all processes on one node of Ray's choice, because weights go through shared memory."""
     num_engines, world_size = config.rollout.num_engines, config.learner.world_size
     needed, largest = num_engines + world_size, max((node.num_cpus for node in nodes), default=0)
     if needed > largest:
@@ -138,15 +138,15 @@ def _on_cpus(nodes: Sequence[Node], config: Config) -> ClusterLayout:
 
 
 def _on_gpus(nodes: Sequence[Node], config: Config) -> ClusterLayout:
-    """Whole GPUs if they are enough, else the slices of one node."""
+    """Choose whole GPUs if they suffice, otherwise the slices of one node."""
     need = _Need(
         per_engine=config.rollout.engine.tensor_parallel_size,
         num_engines=config.rollout.num_engines,
         world_size=config.learner.world_size,
     )
     found, transport = _fit([node for node in nodes if not node.sliced], need), weight_transport("gpu")
-    # A process can use one slice only, and NCCL takes slices of one GPU for the same GPU. So nothing of ours may span
-    # several of them, and weights go through the memory of the node.
+    # A process can use one slice only, and NCCL treats slices of one GPU as the same GPU. So no process group spans
+    # slices, and weights go through shared memory.
     if found is None and need.per_engine == need.world_size == 1:
         slices = sorted((node for node in nodes if node.sliced), key=lambda node: node.num_gpus)
         found, transport = next(filter(None, (_fit([node], need) for node in slices)), None), "shared_memory"
@@ -184,13 +184,13 @@ class _Need:
 
 
 class _Room:
-    """What is left of each node while bundles are handed out."""
+    """Remaining resources of each node during placement."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._left = {node.id: (node.num_gpus, node.num_cpus) for node in nodes}
 
     def holding(self, num_bundles: int, num_gpus: int) -> list[str]:
-        """Nodes with room for so many bundles of so many GPUs, the fullest first: large gaps are kept for later."""
+        """Return nodes with room for these bundles, the fullest first, to keep large gaps for later."""
         fitting = [
             (left, node)
             for node, (left, cpus) in self._left.items()
@@ -204,7 +204,7 @@ class _Room:
         return [node] * num_bundles
 
     def place_engines(self, need: _Need) -> list[str] | None:
-        """A node for each engine, which all its GPUs are on."""
+        """Return a node for each engine, which holds all its GPUs."""
         placed: list[str] = []
         for _ in range(need.num_engines):
             nodes = self.holding(1, need.per_engine)
@@ -214,7 +214,7 @@ class _Room:
         return placed
 
     def place_ranks(self, need: _Need) -> list[str] | None:
-        """A node for each rank, on as few nodes as there can be."""
+        """Return a node for each rank, on as few nodes as possible."""
         placed: list[str] = []
         while len(placed) < need.world_size:
             nodes = self.holding(1, 1)
@@ -226,8 +226,8 @@ class _Room:
 
 
 def _fit(nodes: Sequence[Node], need: _Need) -> tuple[list[str], list[str]] | None:
-    """Nodes of engines and of ranks; None if they do not fit. The learner is kept on one node where that is possible,
-    the driver's if that has room, since its ranks exchange more than all others."""
+    """Return nodes of engines and ranks, or None if they do not fit. The learner is on one node if possible, preferably
+    the driver's, since its ranks communicate most."""
     driver = {node.id for node in nodes if node.has_driver}
     for home in sorted(_Room(nodes).holding(need.world_size, 1), key=lambda node: node not in driver):
         room = _Room(nodes)
@@ -241,7 +241,7 @@ def _fit(nodes: Sequence[Node], need: _Need) -> tuple[list[str], list[str]] | No
 
 
 def _shortage(nodes: Sequence[Node], need: _Need) -> str:
-    """What is missing, and the nearest settings that fit."""
+    """Return the missing resources and the nearest settings that fit."""
     whole = [node for node in nodes if node.num_gpus and not node.sliced]
     slices = sum(node.num_gpus for node in nodes if node.sliced)
     have, largest = sum(node.num_gpus for node in whole), max((node.num_gpus for node in whole), default=0)

@@ -1,4 +1,4 @@
-"""Ray for as long as a run lasts: a cluster that is joined, or one of its own that ends when the driver does."""
+"""Join a Ray cluster, or start a local one that ends with the driver."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from paceline.config import Config
 
 @contextmanager
 def ray_session(config: Config, directory: Path | None) -> Iterator[None]:
-    """Connect to a cluster, or start Ray on this machine for as long as the context lasts; `directory` is removed with
-    it, last and once: its name is free then, and another run may take it."""
+    """Connect to a cluster, or start Ray on this machine, inside the context. `directory` is removed last and once,
+    since another run may then use its name."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if config.cluster.address is not None:
         try:
@@ -39,10 +39,10 @@ def ray_session(config: Config, directory: Path | None) -> Iterator[None]:
             if directory is not None:
                 shutil.rmtree(directory, ignore_errors=True)
         return
-    # A laptop has fewer cores than a run has processes. Engines and learner take turns, so promising more does no harm.
+    # Engines and learner take turns, so more processes than cores are harmless.
     wanted = config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size
-    # Logs and sockets. Ray opens its directory to everybody, so it gets one inside a closed one. A socket's path may
-    # have 107 characters, which is why this is not TMPDIR.
+    # Logs and sockets. Ray's directory is world-readable, so its parent is private. A socket's path is limited to 107
+    # characters, so this is not TMPDIR.
     scratch = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
     with _reaped(scratch, directory), _loopback_only():
         with _keeping_sigterm():
@@ -54,7 +54,7 @@ def ray_session(config: Config, directory: Path | None) -> Iterator[None]:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=object_store_bytes(config, psutil.virtual_memory().total),
-                _system_config={"worker_niceness": 0},  # Ray's 15 would leave an engine what the desktop does not want
+                _system_config={"worker_niceness": 0},  # Ray's default of 15 lets desktop processes starve engines
             )
         try:
             yield
@@ -64,8 +64,8 @@ def ray_session(config: Config, directory: Path | None) -> Iterator[None]:
 
 @contextmanager
 def _keeping_sigterm() -> Iterator[None]:
-    """Put the handler of SIGTERM back when Ray has started: Ray's own prints a stack and aborts the driver, and nothing
-    of the run would be ended."""
+    """Restore the handler of SIGTERM after Ray has started. Ray's handler aborts the driver without ending the run's
+    processes."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     if threading.current_thread() is threading.main_thread():
@@ -74,11 +74,11 @@ def _keeping_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _loopback_only() -> Iterator[None]:
-    """A Ray that is started inside listens on 127.0.0.1 only, and answers only to processes that inherit its token.
+    """Make a Ray that starts inside the context listen on 127.0.0.1 only, and accept only processes with its token.
 
-    Ray listens so on macOS and Windows, and calls the switch by their names. It reads the switch when it is imported,
-    which is long ago, so the constant is set as well. Without a token in the environment Ray would write one into the
-    home directory, for every user to read; it reads that once in a process, so it stays.
+    Ray listens locally on macOS and Windows, and reads its switch on import, so the constant is set as well. Without a
+    token in the environment, Ray would write a world-readable one into the home directory. The token stays set, because
+    Ray reads it once per process.
     """
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
@@ -92,18 +92,17 @@ def _loopback_only() -> Iterator[None]:
 
 @contextmanager
 def _reaped(*directories: Path | None) -> Iterator[None]:
-    """What is started inside ends with the context, or with this process if that comes first, and the directories are
-    removed."""
+    """End all processes started inside, and remove the directories, with the context or with this process."""
     mark = secrets.token_hex(8)
     os.environ[reaper.VARIABLE] = mark
-    # Its standard input ends when this process does, however that happens. A session of its own: Ctrl-C is not for it.
+    # Its standard input ends with this process in any case. Its own session shields it from Ctrl-C.
     command = [sys.executable, "-m", reaper.__name__, mark, *(str(path) for path in directories if path is not None)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
     try:
         yield
     finally:
         process.communicate()
-        if process.returncode:  # it was killed with the others when a command took too long to end
+        if process.returncode:  # it was killed along with the others
             for path in filter(None, directories):
                 shutil.rmtree(path, ignore_errors=True)
         os.environ.pop(reaper.VARIABLE)

@@ -1,14 +1,13 @@
-"""A process that outlives the driver by a moment and ends what the driver's Ray has left.
+"""Kill processes of the driver's Ray that outlive the driver, and remove the run's directories.
 
-A Ray that was started by a driver mostly dies with it, but its agents linger when the driver was killed. Every process
-of a run inherits a mark in its environment, wherever it moves, so that nobody else's processes are touched. A process
-that sets its title may wipe the mark, as Ray's agents do; it is known as the child of one that has it, and noted while
-that one lives.
+A local Ray mostly dies with its driver, but its agents linger if the driver is killed. All processes of a run inherit a
+mark in their environment, so other processes are safe. A process that sets its title may overwrite the mark, as Ray's
+agents do; it is identified as a child of a marked process while that process lives.
 
     python -m paceline.cluster.reaper MARK DIRECTORY...   waits until its standard input, a pipe from the driver, ends
 
-The directories are the run's own, in shared memory and for Ray; nothing else would ever empty them. Weights that a
-killed learner has left in shared memory go too.
+The directories are in shared memory and in /tmp, where nothing else would remove them. The weights of a killed learner
+in shared memory are removed as well.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LOOK_EVERY_S = 2.0
 
 
 def belonging(mark: str) -> set[psutil.Process]:
-    """All processes that carry the mark, and their children; this one excepted."""
+    """Return all processes with the mark and their children, without this process."""
     wanted = f"{VARIABLE}={mark}".encode()
     carriers, children = set(), []
     for process in psutil.process_iter():
@@ -38,7 +37,7 @@ def belonging(mark: str) -> set[psutil.Process]:
                 else:
                     children.append((process, process.ppid()))
         except (OSError, psutil.Error):
-            continue  # it has ended, or is another user's
+            continue  # it has ended, or belongs to another user
     parents = {process.pid for process in carriers} - {os.getpid()}
     carriers.update(process for process, parent in children if parent in parents)
     return {process for process in carriers if process.pid != os.getpid()}
@@ -49,10 +48,10 @@ def main(mark: str, *directories: str) -> None:
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
         known |= belonging(mark)
     while alive := {process for process in known | belonging(mark) if _alive(process)}:
-        # again and again: a process may have started another while it was looked at
+        # repeat: a process may have started another one meanwhile
         for process in alive:
             try:
-                process.kill()  # psutil compares start times, so that a reused id is left alone
+                process.kill()  # psutil compares start times, so a reused id is safe
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(alive, timeout=0.2)

@@ -1,4 +1,4 @@
-"""What online drafter training works with: the store of its data and rounds, and the sender of its drafters"""
+"""Protocols of online drafter training: the store of its data and rounds, and the sender of its drafters."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from paceline.types import Receipt
 
 
 class DrafterStore(Protocol):
-    """Training data and rounds of the drafter, which the run shares with its trainers."""
+    """Training data and rounds of the drafter, shared with the trainers."""
 
     def has_documents(self) -> bool:
-        """Whether there is anything to train on."""
+        """Return whether there is training data."""
         ...
 
     def round(self) -> int:
-        """Number of the newest base; 0 is the drafter that the run began with."""
+        """Return the number of the newest base; 0 is the initial drafter."""
         ...
 
     def published(self) -> int:
-        """Number of the base that the engines have."""
+        """Return the number of the engines' base."""
         ...
 
     def fresh_tokens(self) -> int:
-        """Tokens trained on in the present round, by all trainers together."""
+        """Return the tokens of all trainers in the current round."""
         ...
 
     def slices_made(self) -> bool:
-        """Whether every trainer has made its counted slices for the newest policy."""
+        """Return whether every trainer has finished its slices for the newest policy."""
         ...
 
     def close_round(self) -> None:
-        """Average what the trainers have made of the newest base into the next."""
+        """Average the trainers' weights into the next base."""
         ...
 
     def verdict(self, number: int) -> Verdict | None:
-        """What a trainer found about a base; None before it has."""
+        """Return a trainer's verdict on a base; None before it exists."""
         ...
 
     def publish(self, number: int) -> None:
@@ -47,35 +47,35 @@ class DrafterStore(Protocol):
         ...
 
     def revert(self) -> int:
-        """Go on from the published base, under a new number, which counts as published; returns that number."""
+        """Continue from the published base under a new number, which counts as published, and return the number."""
         ...
 
     def forget(self) -> None:
-        """Remove what is older than the newest base, except the published one."""
+        """Remove bases before the newest, except the published one."""
         ...
 
     def training_s(self) -> float:
-        """Seconds that all trainers have spent since the run began."""
+        """Return the seconds of all trainers since the run began."""
         ...
 
     def tokens_trained(self) -> int:
-        """Tokens that all trainers have trained on since the run began."""
+        """Return the tokens of all trainers since the run began."""
         ...
 
     def keep_in(self, file: Path) -> None:
-        """From now on `keep` copies to this file."""
+        """Set the target of `keep`."""
         ...
 
     def copy_to(self, directory: Path) -> None:
-        """Copy what training goes on from into a new directory: bases with their optimizer, verdicts, progress."""
+        """Copy bases with their optimizer, verdicts and progress into a new directory."""
         ...
 
     def copy_from(self, directory: Path) -> None:
-        """Take over what `copy_to` wrote."""
+        """Restore the files of `copy_to`."""
         ...
 
     def keep(self, number: int) -> None:
-        """Copy a base to where it survives a crash of the run, if there is such a place."""
+        """Copy a base to the file of `keep_in`, which outlives the run."""
         ...
 
     def metrics(self) -> Mapping[str, float]: ...
@@ -83,7 +83,7 @@ class DrafterStore(Protocol):
     def close(self) -> None: ...
 
     def save(self, directory: Path, provenance: Provenance | None) -> None:
-        """Write the published drafter as a checkpoint, with what is known about it."""
+        """Write the published drafter and its provenance as a checkpoint."""
         ...
 
 
@@ -93,5 +93,5 @@ class DrafterSender(Protocol):
         ...
 
     async def stop_speculation(self) -> None:
-        """No engine drafts any more."""
+        """Stop speculation on every engine."""
         ...

@@ -1,10 +1,10 @@
-"""The switch from history to the learned drafter, in a run that began without one.
+"""Switch from history to the learned drafter in a run that began without one.
 
     a step's rollouts, verdicts on trained drafters ──▶ SwitchMonitor (drafters/switch.py): does it pay?
-    between two batches ──▶ engines start again with the learned drafter ──▶ policy's sync ──▶ the published drafter
+    between two batches ──▶ restart engines with the learned drafter ──▶ sync of the policy ──▶ published drafter
 
-All engines switch or none does: if one does not start, all are started with history again, it is counted in
-`draft/failures`, and the run drafts from history to its end. A run that goes on after its switch switches at once.
+All engines switch or none. If one fails to start, all restart with history, `draft/failures` counts it, and the run
+drafts from history to its end. A run that resumes after its switch switches at once.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from paceline.types import Rollout
 
 
 class DraftingEngines(Protocol):
-    """The engines of a run, which can be started again with another drafter."""
+    """The engines of a run, which can restart with another drafter."""
 
     @property
     def start_s(self) -> float:
-        """Seconds of the slowest engine's last start."""
+        """Duration of the slowest engine's last start."""
         ...
 
     async def draft_with(self, *, learned: bool) -> None:
-        """Start every engine again, idle as it is, with the learned drafter or with history; a push of the policy has
-        to follow. Raises when one does not start."""
+        """Restart all idle engines with the learned drafter or with history; a push of the policy must follow. Raise
+        if one does not start."""
         ...
 
 
 class NoSwitch:
-    """Engines have the learned drafter from the start."""
+    """For engines that start with the learned drafter."""
 
     on_history = False
     """Engines draft from history."""
     given_up = False
-    """They will to the end of the run."""
+    """No switch is attempted any more."""
 
     @property
     def promised(self) -> float | None:
@@ -47,13 +47,13 @@ class NoSwitch:
         return None
 
     def observe(self, rollouts: Sequence[Rollout], generation_s: float) -> None:
-        """Learn from one step's rollouts how well history drafts."""
+        """Add one step's rollouts, drafted from history."""
 
     def promise(self, accepted_length: float) -> None:
-        """Note what the held-out slice says of the published drafter."""
+        """Note the published drafter's accepted length on the held-out slice."""
 
     async def attempt(self, steps_left: int, journal: Journal) -> bool:
-        """Switch if it pays; whether engines were. Raises when it was tried and did not work."""
+        """Switch if it pays. Return whether engines switched; raise if the switch failed."""
         return False
 
     def metrics(self) -> Mapping[str, float]:
@@ -63,18 +63,18 @@ class NoSwitch:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, with engines that draft from history."""
+        """Restore a state, while engines draft from history."""
 
 
 class DrafterSwitch(NoSwitch):
-    """Engines draft from history until the learned drafter pays for their restart."""
+    """Draft from history until the learned drafter pays for a restart."""
 
     def __init__(self, engines: DraftingEngines, monitor: SwitchMonitor) -> None:
         self._engines = engines
         self._monitor = monitor
         self._decision = SwitchDecision(switch=False, why="nothing measured yet")
         self._is_due = False
-        """The run has switched before it was interrupted."""
+        """The run switched before it was interrupted."""
         self.on_history = True
         self.given_up = False
 
@@ -103,12 +103,12 @@ class DrafterSwitch(NoSwitch):
             await self._engines.draft_with(learned=True)
         except Exception:
             self.given_up = True
-            with suppress(Exception):  # an engine that does not come back is lost at the push that follows
+            with suppress(Exception):  # the next push loses an engine that does not return
                 await self._engines.draft_with(learned=False)
             raise
         self.on_history = False
         spent_s = asyncio.get_running_loop().time() - began_s
-        why = "the run goes on" if self._is_due else self._decision.why
+        why = "resumed after a switch" if self._is_due else self._decision.why
         gain_s, cost_s = round(self._decision.gain_s, 4), round(self._decision.cost_s, 4)
         journal.event("drafter_switched", why=why, expected_gain_s=gain_s, cost_s=cost_s, restart_s=round(spent_s, 4))
         return True

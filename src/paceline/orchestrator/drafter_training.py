@@ -1,15 +1,15 @@
-"""Online drafter training: leases idle engines' devices, closes rounds, publishes what is better.
+"""Online drafter training: lease idle engines' devices, close rounds, publish better drafters.
 
     loop ── open_phase … close_phase ──▶ Slots (slots.py) ──▶ engines sleep and wake, trainers take turns with them
      │                                                             │
      │                                     DrafterStore ◀── states, verdicts ──┘
      │                                          │
-     └─── publish, after the policy's sync ◀────┘     drift.py decides when, and notices a drafter that was lost
+     └─── publish, after the policy's sync ◀────┘     drift.py decides when, and detects a lost drafter
 
-Engines wait for nothing here but a recall. Judging and training are done on leased time; closing a round is a rename
-where one trainer has worked, and a mean of files where several have. Whatever fails on this side is counted, told once
-as an event and costs the drafter's progress: the fleet goes on with the drafter that it has. What has failed is tried
-again at the next step, and after a few failures in a row training ends. Whatever the loop waits for has a deadline.
+Engines wait only for recalls. Training and judging use leased time. Closing a round renames the file of a single
+trainer, or averages the files of several. Failures are counted, recorded once as an event, and cost drafter progress
+only: the fleet continues with its drafter. Each failure is retried at the next step; several in a row end training. All
+waits of the loop have deadlines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ACCOUNTED = [field.name for field in fields(Account) if field.name != "recall_s
 
 
 class OnlineDrafterTraining:
-    """OnlineDrafter for one run: trains on idle engines' devices, or inline after every update."""
+    """OnlineDrafter for one run: train on idle engines' devices, or inline after every update."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class OnlineDrafterTraining:
         apart: Collection[str] = (),
         switch: NoSwitch | None = None,
     ) -> None:
-        """`trainers` stand beside the members, in their order. The engines named in `apart` share no core or GPU with
-        the learner: their slots may be leased while it works. `switch` is for engines that begin with history."""
+        """`trainers` are in the order of the members. Engines in `apart` share no core or GPU with the learner, so
+        their slots may be leased while it works. `switch` is for engines that begin with history."""
         self._members = members
         self._sender = sender
         self._store = store
@@ -63,17 +63,17 @@ class OnlineDrafterTraining:
         self._drift = DriftMonitor(config.drift)
         self._lost = LostDrafter()
         self._judged = 0
-        """Round whose verdict was carried out."""
+        """Last round with a handled verdict."""
         self._off = False
-        """Speculation was stopped for good."""
+        """Speculation is off for the rest of the run."""
         self._joined = False
-        """An engine has joined that has the first drafter."""
+        """An engine with the initial drafter has joined."""
         members.on_joined(self._note_joined)
         self._failures = Failures(
             lambda what, error: self._journal.event("drafter_training_failed", during=what, why=repr(error)),
             lambda what: self._journal.event("drafter_training_given_up", during=what, failures=MAX_FAILURES),
         )
-        """Once given up, training has ended; engines speculate on with the drafter that they have."""
+        """After they are given up, training ends, and engines keep their drafter."""
         self._last_failures = 0
         self._last = Account()
         self._update_cost_s = 0.0
@@ -110,8 +110,7 @@ class OnlineDrafterTraining:
                 self._slots.open(training_wanted=self._wanted())
 
     async def end_generation(self) -> None:
-        """Stop the trainers on what the learner needs; slots of engines that stand apart from it may be leased on.
-        Engines wake while the learner works, since nothing waits for them."""
+        """Stop the trainers that share devices with the learner. Engines wake while the learner works."""
         await self._slots.recall([name for name in self._slots.names if name not in self._apart], awake=False)
 
     async def close_phase(self) -> None:
@@ -127,8 +126,7 @@ class OnlineDrafterTraining:
                 self._slots.forgive_crashes()
 
     async def train_inline(self) -> None:
-        """In mode `inline`, lease every slot for as long as the config says, or until the slices that it says are
-        made."""
+        """In mode `inline`, lease every slot for the configured time or number of slices."""
         with self._journal.stage("draft"), self._failures.contained("train_inline"):
             if self._config.mode != "inline" or not self._wanted():
                 return
@@ -151,7 +149,7 @@ class OnlineDrafterTraining:
         return False
 
     async def publish(self, *, restarted: bool) -> None:
-        """Send out a drafter that was found better. Restarted engines have the first one again and need the last."""
+        """Push a drafter that was judged better. Restarted engines have the initial drafter and need the last one."""
         self._lost.synced()
         with self._failures.contained("publish_again"):
             restarted = restarted or self._joined
@@ -179,14 +177,14 @@ class OnlineDrafterTraining:
             self._journal.event("drafter_published", **fields, publish_s=round(_now_s() - began_s, 4))
         else:
             self._journal.event("drafter_refused", **fields, why=verdict.why)
-            if not verdict.after >= verdict.before:  # worse, or not a number: discard what was learnt
+            if not verdict.after >= verdict.before:  # worse, or NaN: discard the round
                 self._judged = self._store.revert()
         self._drift.note_update(verdict if sent else replace(verdict, publish=False), self._update_cost_s)
         self._update_cost_s = 0.0
         self._store.forget()
 
     async def observe(self, groups: Sequence[Group], generation_s: float) -> None:
-        """Follow the accepted length, and act on a drafter of which nothing is accepted."""
+        """Follow the accepted length, and react to a lost drafter."""
         with self._failures.contained("observe"):
             await self._observe(groups, generation_s)
 
@@ -210,7 +208,7 @@ class OnlineDrafterTraining:
             await self._sender.stop_speculation()
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the step since the last call; writes the step's use of slots."""
+        """Return the metrics since the last call, and record the use of slots."""
         found: Mapping[str, float] = {}
         with self._failures.contained("metrics"):
             found = self._metrics()
@@ -264,12 +262,12 @@ class OnlineDrafterTraining:
         self._switch.restore(state["switch"])
 
     def _account(self) -> Account:
-        """Where idle time went since the run began."""
+        """Return the use of idle time since the run began."""
         self._slots.account.training_s = self._store.training_s()
         return self._slots.account
 
     def _wanted(self) -> bool:
-        """Whether there is anything to train on, and a reason to."""
+        """Return whether there is training data and training pays."""
         worth_it = self._config.when == "always" or self._drift.decide().train
         if self._switch.on_history:
             worth_it = not self._switch.given_up
@@ -288,7 +286,7 @@ class OnlineDrafterTraining:
         }
 
     async def _send(self, number: int, promised: float | None) -> bool:
-        """Push a base to every engine, and once more if one refuses it; whether all have it. Engines that draft from
+        """Push a base to every engine, twice if one refuses it; return whether all have it. Engines that draft from
         history get it when they switch."""
         if self._switch.on_history:
             self._store.publish(number)

@@ -1,9 +1,9 @@
-"""Totals that engines and learner count since their start -> metrics of one step.
+"""Convert counters of engines and learner into metrics of one step.
 
     engines, learner ── totals ──▶ differences to the last answer ──▶ sums, shares and rates over all engines
 
-Counts cross processes, rates are made here: a mean of means cannot happen. Whoever does not answer in time costs one in
-`engine/metrics_failed` and nothing else, and since its totals go on, the next answer makes up for it.
+Processes send counts, and rates are computed here, so no metric is a mean of means. A missing answer adds one to
+`engine/metrics_failed`; the next answer includes its counts.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ SUMS = (
     "draft/hand_over_failures",
     "learner/restarted",
 )
-"""Totals whose differences are metrics as they are."""
+"""Totals with differences that are metrics without further computation."""
 SHARES = {
     "engine/prefix_cache_hit_share": ("engine/prefix_cache_hits", "engine/prefix_cache_queries"),
     "selector/expected_tokens_per_s": ("selector/expected_tokens", "selector/predicted_s"),
     "selector/measured_tokens_per_s": ("selector/measured_tokens", "selector/predicted_s"),
     "history/matched_share": ("history/num_matched", "history/num_rows"),
 }
-"""Metrics that are one difference over another, both summed over engines."""
+"""Metrics that divide one difference by another, both summed over engines."""
 _STEPS_AT = "selector/steps_at_k"
 
 
 async def ask(engines: Sequence[Engine]) -> tuple[dict[str, Mapping[str, float]], dict[str, Sequence[DraftBin]], int]:
-    """Totals and timelines by engine, and how many engines did not tell them."""
+    """Return totals and timelines by engine, and the number of engines that did not answer."""
 
     async def one(engine: Engine) -> tuple[Mapping[str, float], Sequence[DraftBin]]:
         return await engine.metrics(), await engine.take_timeline()
@@ -61,7 +61,7 @@ async def ask(engines: Sequence[Engine]) -> tuple[dict[str, Mapping[str, float]]
     timelines: dict[str, Sequence[DraftBin]] = {}
     for engine, answer in zip(engines, answers, strict=True):
         if isinstance(answer, TimeoutError | PacelineError):
-            continue  # counted by the caller; an engine that is lost is found so by the fleet
+            continue  # counted by the caller; the fleet detects lost engines
         if isinstance(answer, BaseException):
             raise answer
         totals[engine.name], timelines[engine.name] = answer
@@ -69,18 +69,18 @@ async def ask(engines: Sequence[Engine]) -> tuple[dict[str, Mapping[str, float]]
 
 
 def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """What was counted since the totals `before`. Lower ones are of somebody who has started again since."""
+    """Return the counts since the totals `before`. A lower total belongs to a restarted process."""
     return {key: value - start if value >= (start := before.get(key, 0.0)) else value for key, value in now.items()}
 
 
 class Differences:
-    """Remembers everybody's last totals."""
+    """Differences to the last totals of each process."""
 
     def __init__(self) -> None:
         self._last: dict[str, Mapping[str, float]] = {}
 
     def add(self, totals: Mapping[str, Mapping[str, float]], metrics: Metrics) -> None:
-        """Add what was counted since the last call to a step's metrics; `totals` by who counted them."""
+        """Add the counts since the last call to a step's metrics; `totals` are by process."""
         step: defaultdict[str, float] = defaultdict(float)
         for who, now in totals.items():
             for key, value in since(self._last.get(who, {}), now).items():

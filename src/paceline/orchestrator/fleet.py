@@ -1,17 +1,16 @@
-"""All engines as one: prompts in, groups out, nothing lost when an engine dies.
+"""Distribute rollouts over engines: prompts in, groups out, no rollout lost with an engine.
 
     open(prompts) ──▶ ledger ──assign──▶ outbox ──submit──▶ engine
          ▲              │  ▲                                  │
        batch ◀──group───┘  └──────complete──── collect ◀──────┘      (two tasks per engine: _submit and _collect)
 
-The engine with the fewest rollouts gets the next one, and only while it has room; the rest wait here, longest expected
-first, so that an engine that finishes early takes work that nobody else has started. While more wait than engines have
-room for, siblings go to one engine, so that their prompt is read once (ledger.py). What fits at once is dealt out in
-turn: siblings are alike in length, and nothing could even engines out later. Dispatch costs O(log engines).
+The engine with the fewest rollouts gets the next one while it has room. The others wait here, longest expected first,
+so that engines that finish early find work. While more rollouts wait than engines have room for, siblings go to one
+engine, which reads their prompt once (ledger.py). Otherwise they are distributed in turn: siblings have similar
+lengths, and no later work would balance the engines. Dispatch costs O(log engines).
 
-An engine may join at any time. If all are lost, rollouts wait here for as long as one may come back (members.py). A
-group whose prompt seems to kill engines is dropped (ledger.py), and its prompt is not sampled again: the batch is
-smaller by it. Whoever wants groups as they finish is a GroupListener.
+Engines may join at any time. If all are lost, rollouts wait while an engine may return (members.py). A group with a
+prompt that seems to kill engines is dropped (ledger.py), and its prompt is not sampled again.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from paceline.types import (
 )
 
 LeavesListener = Callable[[str, str, int], None]
-"""Is called with an engine that was lost, the reason, and how many rollouts it has given back."""
+"""Called with a lost engine, the reason, and the number of its rollouts that other engines get."""
 _MOST_LENGTHS = 2**16
-"""Prompts whose lengths are remembered; a larger dataset comes around too rarely for more."""
+"""Prompts with remembered lengths. Larger datasets repeat prompts too rarely to benefit."""
 
 
 class Lessor(Protocol):
-    """Leases idle engines' devices to others, and has to have them back before rollouts can start."""
+    """Lease idle engines' devices to others, and return them before rollouts start."""
 
     def on_work(self, engine: str) -> None:
-        """The engine was idle and has rollouts now."""
+        """Note that an idle engine got rollouts."""
         ...
 
     def on_drained(self, engine: str) -> None:
-        """The engine has finished all its rollouts, and none wait."""
+        """Note that the engine has finished all its rollouts and none wait."""
         ...
 
     async def awake(self, engine: str) -> None:
@@ -61,19 +60,19 @@ class Lessor(Protocol):
 
 @dataclass(slots=True)
 class _Mailbox:
-    """What one engine has been given, and the two tasks that talk to it."""
+    """Messages for one engine, and the two tasks that communicate with it."""
 
     engine: Engine
     outbox: list[RolloutRequest] = field(default_factory=list)
     aborts: list[RolloutId] = field(default_factory=list)
-    """Rollouts that it has in vain."""
+    """Rollouts to abort."""
     mail: asyncio.Event = field(default_factory=asyncio.Event)
     work: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 class Fleet:
-    """Use as an async context manager: the tasks that talk to the engines live inside it."""
+    """An async context manager, which runs the tasks of all engines."""
 
     def __init__(
         self,
@@ -85,8 +84,7 @@ class Fleet:
         on_progress: Callable[[Batch], None] = lambda batch: None,
         on_quarantine: Callable[[Prompt], None] = lambda prompt: None,
     ) -> None:
-        """`max_in_flight` bounds the rollouts of one engine; `on_quarantine` gets each prompt whose group is
-        dropped."""
+        """`max_in_flight` bounds the rollouts of one engine. `on_quarantine` gets the prompt of each dropped group."""
         self.ledger = Ledger()
         self.members = members
         self._mailboxes = {engine.name: _Mailbox(engine) for engine in members.engines}
@@ -136,9 +134,9 @@ class Fleet:
         places: Sequence[int] | None = None,
         listener: GroupListener | None = None,
     ) -> Batch:
-        """Start sampling a batch; older batches go first.
+        """Start sampling a batch, after older batches.
 
-        The rollouts of a group are seeded by its place, by default its index. Groups without ids are evaluated.
+        A group's place, by default its index, seeds its rollouts. Without ids, groups get ids for evaluation.
         """
         batch_id, self._next_batch = self._next_batch, self._next_batch + 1
         if group_ids is None:
@@ -175,7 +173,7 @@ class Fleet:
         return batch
 
     def abort(self, group_id: GroupId) -> None:
-        """Give an open group up: engines stop sampling it, and what they finish all the same is not taken."""
+        """Abort an open group; rollouts that still arrive are discarded."""
         dropped = self.ledger.drop(group_id)
         for name, ids in dropped.assigned.items():
             mailbox = self._mailboxes[name]
@@ -188,7 +186,6 @@ class Fleet:
         self._dispatch()
 
     def _welcome(self, engine: Engine) -> None:
-        """An engine has joined: it gets rollouts from now on."""
         mailbox = self._mailboxes[engine.name] = _Mailbox(engine)
         if self._entered:
             self._begin(mailbox)
@@ -199,7 +196,7 @@ class Fleet:
         self._note_load(mailbox.engine.name)
 
     def _redispatch(self, engine: str, why: str) -> None:
-        """An engine was lost: give its rollouts to the others."""
+        """Give the rollouts of a lost engine to the others."""
         mailbox = self._mailboxes.pop(engine)
         for task in mailbox.tasks:
             if task is not asyncio.current_task():
@@ -216,7 +213,7 @@ class Fleet:
         self._dispatch()
 
     def _drop(self, dropped: Dropped) -> None:
-        """A prompt seems to kill engines: its batch goes on without it, and later ones as well."""
+        """Exclude a prompt that seems to kill engines from its batch and from later ones."""
         self._quarantined.add(dropped.prompt.id)
         self._on_quarantine(dropped.prompt)
         listener = self._leave_out(dropped)
@@ -237,7 +234,7 @@ class Fleet:
             load, _, name = heapq.heappop(self._loads)
             mailbox = self._mailboxes.get(name)
             if mailbox is None or load != self.ledger.load(name):
-                continue  # an entry of the past; the present one is in the heap as well
+                continue  # outdated; the heap holds a newer entry of this engine
             if load >= self._max_in_flight:
                 full.append(name)
                 break  # the least loaded engine is full
@@ -258,15 +255,15 @@ class Fleet:
     def _note_load(self, name: str) -> None:
         self._ties += 1  # equal loads take turns
         heapq.heappush(self._loads, (self.ledger.load(name), self._ties, name))
-        if len(self._loads) > 8 * len(self._mailboxes) + 64:  # most are of the past; one for each engine is enough
+        if len(self._loads) > 8 * len(self._mailboxes) + 64:  # most are outdated; one per engine suffices
             self._loads = [(self.ledger.load(name), tie, name) for tie, name in enumerate(self._mailboxes)]
             heapq.heapify(self._loads)
 
     async def _guard(self, work: Coroutine[None, None, None]) -> None:
-        """An error that nobody foresaw must reach those who wait for a batch, not die with its task."""
+        """Report an unexpected error to everything that waits for a batch, instead of losing it with its task."""
         try:
             await work
-        except Exception as failure:  # noqa: BLE001  handed on to every waiter
+        except Exception as failure:  # noqa: BLE001  raised by every waiter
             self._fail(failure)
 
     async def _submit(self, mailbox: _Mailbox) -> None:
@@ -279,14 +276,14 @@ class Fleet:
             try:
                 if requests:
                     await mailbox.engine.submit(requests)
-                if aborts:  # after what was submitted before they were decided on
+                if aborts:  # after the requests that they abort
                     await mailbox.engine.abort(aborts)
             except EngineLostError as lost:
                 self.members.lose(mailbox.engine.name, lost.why)
                 return
             del mailbox.aborts[: len(aborts)]
             if aborts:
-                self._tell_if_drained(mailbox)
+                self._note_drained(mailbox)
 
     async def _collect(self, mailbox: _Mailbox) -> None:
         name = mailbox.engine.name
@@ -303,10 +300,10 @@ class Fleet:
                 mailbox.work.clear()
             self._note_load(name)
             self._dispatch()
-            self._tell_if_drained(mailbox)
+            self._note_drained(mailbox)
 
-    def _tell_if_drained(self, mailbox: _Mailbox) -> None:
-        """An engine that has something to abort is not idle yet."""
+    def _note_drained(self, mailbox: _Mailbox) -> None:
+        """Report an idle engine. An engine with pending aborts is not idle."""
         if not self.ledger.load(mailbox.engine.name) and not mailbox.aborts:
             self._lessor.on_drained(mailbox.engine.name)
 
@@ -337,11 +334,11 @@ class Fleet:
         self._mean_length.pop(group.prompt.id, None)
         self._mean_length[group.prompt.id] = length
         if len(self._mean_length) > _MOST_LENGTHS:
-            del self._mean_length[next(iter(self._mean_length))]  # that of the prompt not seen for longest
-        self._typical_length += 0.05 * (length - self._typical_length)  # what a prompt never seen before is taken for
+            del self._mean_length[next(iter(self._mean_length))]  # evict the least recently seen prompt
+        self._typical_length += 0.05 * (length - self._typical_length)  # the estimate for new prompts
 
     def _fail(self, failure: BaseException) -> None:
-        """Nothing open can be finished any more: tell everybody who waits."""
+        """Fail all open batches."""
         for batch in self._batches.values():
             batch.failure = failure
             batch.finished.set()

@@ -1,4 +1,4 @@
-"""Requests in, finished rollouts out, for jobs that need no fleet: all at once, or a few in flight at a time."""
+"""Generate rollouts without a fleet: all at once, or a few at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.types import Engine, Rollout, RolloutRequest
 
 
 async def generate_all(engine: Engine, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-    """Submit everything at once; returns the rollouts in the order of their ids."""
+    """Submit all requests at once; return the rollouts in the order of their ids."""
     await engine.submit(requests)
     rollouts: list[Rollout] = []
     while len(rollouts) < len(requests):
@@ -19,7 +19,7 @@ async def generate_all(engine: Engine, requests: Sequence[RolloutRequest]) -> li
 
 
 async def generate_on_all(engines: Sequence[Engine], requests: Sequence[RolloutRequest]) -> list[Rollout]:
-    """Share the requests out between engines; returns the rollouts in the order of their ids."""
+    """Distribute requests over engines; return the rollouts in the order of their ids."""
     shares = [requests[index :: len(engines)] for index in range(len(engines))]
     parts = await asyncio.gather(*map(generate_all, engines, shares))
     return sorted((rollout for part in parts for rollout in part), key=lambda rollout: rollout.id)
@@ -28,9 +28,8 @@ async def generate_on_all(engines: Sequence[Engine], requests: Sequence[RolloutR
 async def generate_until(
     engine: Engine, requests: Iterator[RolloutRequest], *, min_tokens: int, max_in_flight: int
 ) -> list[Rollout]:
-    """Keep `max_in_flight` requests at the engine until the finished rollouts have `min_tokens` tokens; returns
-    rollouts in the order of their ids. Every rollout that was begun is finished: dropping those still running would
-    drop the long ones."""
+    """Keep `max_in_flight` requests running until the finished rollouts have `min_tokens` tokens, then let the others
+    finish: aborting them would drop the long ones. Return the rollouts in the order of their ids."""
     rollouts: list[Rollout] = []
     num_submitted = num_tokens = 0
     while True:

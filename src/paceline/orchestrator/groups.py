@@ -1,4 +1,4 @@
-"""Groups that are sampled together: how they are drawn, and who waits for them or is told of each."""
+"""Sampling parameters of groups, batches, and notification as each group finishes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from paceline.types import Group, GroupId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the rollouts of some groups are drawn."""
+    """Sampling parameters of rollouts."""
 
     group_size: int
     temperature: float
     max_tokens: int
     seed: tuple[int, ...] | None = None
-    """From it and its place in the batch every rollout gets a seed of its own; None leaves the draws to the engine."""
+    """Seeds every rollout, together with its place in the batch; None leaves the draws to the engine."""
 
     @classmethod
     def to_train(cls, config: Config, *seed: int) -> Sampling:
-        """Sampling for groups to train on."""
+        """Return the sampling parameters of training."""
         rollout = config.rollout
         return cls(
             group_size=rollout.group_size,
@@ -40,24 +40,24 @@ class Sampling:
 
 
 class GroupListener(Protocol):
-    """Is told at once what becomes of each group."""
+    """Is notified of the end of each group."""
 
     def on_group(self, group: Group) -> None:
-        """A group has finished."""
+        """Handle a finished group."""
         ...
 
     def on_dropped(self, group_id: GroupId) -> None:
-        """A group will not be finished."""
+        """Handle a dropped group."""
         ...
 
     def on_failure(self, failure: BaseException) -> None:
-        """Nothing that is open will be finished."""
+        """Handle the failure of all open groups."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Groups that were opened together, in the order of their prompts; those that were dropped are missing."""
+    """Groups that were opened together."""
 
     total: int
     group_ids: tuple[GroupId, ...]
@@ -69,6 +69,7 @@ class Batch:
     failure: BaseException | None = None
 
     async def wait(self) -> list[Group]:
+        """Return the finished groups in the order of their prompts."""
         await self.finished.wait()
         if self.failure is not None:
             raise self.failure

@@ -1,22 +1,21 @@
-"""Which groups are in flight, and which of them the learner takes next.
+"""Open groups ahead of the learner, and choose the groups of each step.
 
     prompts ──open──▶ fleet ──on_group──▶ ready ──take──▶ learner
                │                            │
-      at step s at most (s + max_age) n     the oldest n that have finished, unless a group that is still
-      groups have been opened in all        sampled would be too old for every step after this one
+      by step s, at most (s + max_age) n    the oldest n finished groups, unless an unfinished group would
+      groups have been opened               be too old for every later step
 
-n is `rollout.prompts_per_step`. The age of a group is the number of policy versions since its oldest token. It counts
-from the moment an engine gets its first rollout; a group that waits for an engine does not grow older. Every step takes
-n groups and nothing older than `max_age`, so after a step
+n is `rollout.prompts_per_step`. The age of a group is the number of policy versions since its oldest token. A group
+without tokens does not age. Every step takes n groups, none older than `max_age`, so after a step
 
-    at most (max_age - a) n of the groups left may have the age a or more,        for a = 1 .. max_age,
+    at most (max_age - a) n of the remaining groups may have age a or more,        for a = 1 .. max_age,
 
-because just so many can still be taken in time. Where more have it, some of them are due: the learner waits for them
-(`run.too_old = "wait"`), or they are aborted and opened again, as another attempt ("abort"). With
-max_age 0 all groups of a step are due, and this is synchronous training.
+because later steps can take only so many in time. The excess is due: the learner waits for it (`run.too_old = "wait"`),
+or it is aborted and sampled again as another attempt ("abort"). With max_age 0 all groups of a step are due, which is
+synchronous training.
 
-If engines begin all that is opened at once, the rule leaves no choice, and groups are taken in the order in which they
-were opened. What waits for an engine makes room for the learner to take what has finished first.
+If engines begin all open groups at once, groups are taken in the order in which they were opened. Groups that wait for
+an engine let the learner take finished groups first.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from paceline.types import Group, GroupId, Prompt
 
 @dataclass(slots=True, kw_only=True)
 class _Untaken:
-    """A group that no step has taken."""
+    """A group that no step has taken yet."""
 
     prompt: Prompt
     group_id: GroupId
     began: int | None = None
-    """Policy version of its oldest token, or the oldest that it can have; None until an engine has some of it."""
+    """Policy version of its oldest possible token; None until an engine has a rollout of it."""
     group: Group | None = None
-    """Once it has finished."""
+    """None until it has finished."""
 
 
 class Intake:
-    """A group is known by its position among the prompts. Implements `groups.GroupListener`."""
+    """A `groups.GroupListener`. Groups are addressed by their position among the prompts."""
 
     def __init__(
         self,
@@ -68,37 +67,37 @@ class Intake:
         self._waits = config.run.too_old == "wait"
         self.prompts = PromptStream(prompts)
         self.dropped: list[int] = []
-        """Groups that the last step found dropped."""
+        """Groups dropped before the last step."""
         self._newly_dropped: list[int] = []
         self._open: dict[int, _Untaken] = {}
         self._held: list[int] = []
-        """Open groups that are not sampled yet."""
+        """Open groups that no engine may begin yet."""
         self._num_ready = 0
         self._version = 0
         self._news = asyncio.Event()
         self._failure: BaseException | None = None
 
     def state(self) -> dict[str, Any]:
-        """What a later run needs to go on after a step."""
+        """Return the state after a step, for checkpoints."""
         return {**self.prompts.state(), "open": sorted(self._open)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: what was open then is open again."""
+        """Restore a state, and open its open groups."""
         for position, prompt in self.prompts.restore(state, set(state["open"])).items():
             self._admit(position, prompt)
 
     def on_version(self, version: int) -> None:
-        """Engines have this policy version now."""
+        """Note that engines have this policy version."""
         for opened in self._open.values():
             if opened.began is None and self._fleet.ledger.has_begun(opened.group_id):
                 opened.began = self._version
         self._version = version
 
     def open(self, step: int) -> None:
-        """Open what may be in flight during this step, nothing beyond the last.
+        """Open the groups that may be in flight during this step.
 
-        While steps come again, only what they take is sampled: the rest would be begun too early, and so be too old
-        for the first new step.
+        While steps repeat after a resume, only their groups are sampled: others would be too old for the first new
+        step.
         """
         last = min(step + self._max_age, self._config.run.steps) * self._size
         for position in range(self.prompts.num_taken, last):
@@ -113,8 +112,8 @@ class Intake:
             self._sample(list(positions), sampling)
 
     async def take(self, step: int) -> dict[int, Group]:
-        """Wait for what this step trains on; returns it in the order of the prompts. A step that comes again takes what
-        it took before."""
+        """Wait for the step's groups and return them in the order of the prompts. A repeated step takes the same groups
+        as before."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -147,7 +146,7 @@ class Intake:
         self._news.set()
 
     def _admit(self, position: int, prompt: Prompt) -> None:
-        """Open a group, unless it was dropped in a step that comes again."""
+        """Open a group, unless a repeated step drops it."""
         if any(position in taken.dropped for taken in self._recovery.taken.values()):
             return
         self._open[position] = _Untaken(prompt=prompt, group_id=GroupId(position))
@@ -170,7 +169,7 @@ class Intake:
         self._scoring.begin(position, group, rewards)
         opened = self._open.pop(position)
         opened.group, opened.began = group, group.policy_version
-        self._open[position] = opened  # at the end: what has finished is in the order in which it did
+        self._open[position] = opened  # at the end, in order of completion
         self._num_ready += 1
 
     def _age(self, position: int) -> int:
@@ -178,33 +177,32 @@ class Intake:
         return 0 if began is None else self._version - began
 
     def _choose(self, step: int) -> list[int] | None:
-        """The oldest groups that have finished, of equal age the first to finish; None while that leaves one behind
-        that would be too old."""
+        """Return the oldest finished groups, in order of completion; None while a remaining group would be too old."""
         num = len(self._open) - (self.prompts.num_taken - step * self._size)
         if self._num_ready < num:
             return None
         ready = [position for position, opened in self._open.items() if opened.group is not None]
         ready.sort(key=lambda position: -self._age(position))
         due = {age: self._num_due(age, self._open if self._waits else ready) for age in range(1, self._max_age + 1)}
-        num = max(num, 0, *due.values())  # more than usual if younger ones were dropped
+        num = max(num, 0, *due.values())  # larger if younger groups were dropped
         for age, least in due.items():
             if sum(self._age(position) >= age for position in ready[:num]) < least:
                 return None
         return ready[:num]
 
     def _num_due(self, age: int, positions: Iterable[int]) -> int:
-        """How many of these groups must be gone after this step, because all of this age or more could not be taken in
-        time later."""
+        """Return how many of these groups this step must take, because later steps cannot take all groups of this age
+        in time."""
         num_older = sum(self._age(position) >= age for position in positions)
         return max(0, num_older - (self._max_age - age) * self._size)
 
     def _again(self, step: int) -> list[int] | None:
-        """What the step took before; None while something of it has to be sampled again."""
+        """Return the groups that the step took before; None while some of them are being sampled again."""
         wanted = [position for position in self._recovery.taken[step].groups if position in self._open]
         return wanted if all(self._open[position].group is not None for position in wanted) else None
 
     def _abort_due(self) -> None:
-        """Open groups again that could not be taken in time, the oldest of them first."""
+        """Restart groups that cannot be taken in time, the oldest first."""
         unfinished = [position for position, opened in self._open.items() if opened.group is None]
         unfinished.sort(key=lambda position: -self._age(position))
         for age in range(self._max_age, 0, -1):

@@ -1,16 +1,16 @@
-"""Which rollout of which group is where: every rollout is counted exactly once, whatever dies in between.
+"""Track rollouts through engine failures so that each one counts exactly once.
 
 A rollout is pending, assigned to one engine, or done. An engine that is lost
-gives its unfinished rollouts back to the queue; what it delivers afterwards is not taken (it may have been sampled
-from a half-written policy, and its rollouts are assigned elsewhere by then). Pure logic: no clock, no I/O, no engine.
+returns its unfinished rollouts to the queue. Its later deliveries are refused: they may come from a half-written
+policy, and their rollouts are assigned elsewhere by then.
 
-Siblings share a prompt, and the engine that has read it for one has it for the others. So where rollouts are assigned
-`together`, an engine goes on with the group that it has begun, then begins one that nobody has, and only where there is
-none takes part in another's. Otherwise siblings are dealt out in turn.
+Siblings share a prompt, which an engine reads once for all of them. So if rollouts are assigned `together`, an engine
+continues its group, then begins a group that no engine has, and only then joins the group of another engine. Otherwise
+siblings are distributed in turn.
 
-A prompt may kill every engine that it comes to, and an engine takes dozens of innocent rollouts with it. So a rollout
-that was on `MAX_LOSSES` lost engines is a suspect: suspects go out last, and an engine has one at a time. If it loses
-that engine too, it is the likely cause, and its group is dropped.
+A prompt may kill every engine that reads it, along with dozens of other rollouts. So a rollout that was on `MAX_LOSSES`
+lost engines is a suspect: suspects are assigned last, one per engine. If that engine is lost too, the suspect is the
+likely cause, and its group is dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from paceline.types import Group, GroupId, Prompt, Rollout, RolloutId, RolloutRequest
 
 MAX_LOSSES = 2
-"""Engines that may be lost with a rollout before it is a suspect."""
+"""Lost engines that make a rollout a suspect."""
 
 
 @dataclass(slots=True)
@@ -31,14 +31,14 @@ class _OpenGroup:
     group_id: GroupId
     prompt: Prompt
     rank: tuple[int, float]
-    """Batch, and expected length with a minus: what is less goes first."""
+    """Batch and negative expected length; the lowest is assigned first."""
     pending: deque[RolloutRequest]
     """Without suspects."""
     rollouts: list[Rollout | None]
     num_missing: int
     has_begun: bool = False
     is_taken: bool = False
-    """An engine goes on with it."""
+    """An engine continues it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,25 +48,25 @@ class Dropped:
     group_id: GroupId
     prompt: Prompt
     num_done: int
-    """Rollouts of it that were taken."""
+    """Accepted rollouts."""
     num_rollouts: int
     assigned: Mapping[str, Sequence[RolloutId]]
-    """Rollouts of it that engines have, by engine."""
+    """Its unfinished rollouts by engine."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Groups leave in order of (batch, longest expected first, age), suspects after all others."""
+    """Assigns groups in order of (batch, longest expected first, age), and suspects last."""
 
     num_duplicates: int = 0
-    """Deliveries that were not taken: of a rollout that was done, or from an engine that it was not assigned to."""
+    """Refused deliveries: of a finished rollout, or by an engine to which it was not assigned."""
     num_redispatched: int = 0
     _groups: dict[GroupId, _OpenGroup] = field(default_factory=dict)
     _free: list[tuple[tuple[int, float], int, GroupId]] = field(default_factory=list)
-    """Rank, age and number of groups that no engine goes on with. Here and below an entry may be of the past."""
+    """Rank, age and id of groups that no engine continues. Entries here and below may be outdated."""
     _taken: list[tuple[tuple[int, float], int, GroupId]] = field(default_factory=list)
     _group_of: dict[str, GroupId] = field(default_factory=dict)
-    """The group that each engine goes on with."""
+    """The group that each engine continues."""
     _num_pending: int = 0
     _suspects: list[tuple[tuple[int, float], int, RolloutRequest]] = field(default_factory=list)
     _assigned: dict[RolloutId, tuple[str, RolloutRequest]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Ledger:
         return len(self._assigned)
 
     def open(self, *, batch: int, prompt: Prompt, requests: Sequence[RolloutRequest], expected_length: float) -> None:
-        """Add one group; all requests carry the same group_id, and their indices count from 0."""
+        """Add the requests of one group, with indices from 0."""
         group_id = requests[0].group_id
         assert group_id not in self._groups, f"group {group_id} is open"
         assert [r.id for r in requests] == [RolloutId(group_id, i) for i in range(len(requests))], (
@@ -96,7 +96,7 @@ class Ledger:
         self._set_free(group)
 
     def assign(self, engine: str, *, together: bool) -> RolloutRequest | None:
-        """Hand a pending rollout to an engine; None if only suspects are pending and it has one already."""
+        """Assign a pending rollout to an engine; None if only suspects are pending and the engine has one."""
         if (group := self._next_for(engine, together)) is not None:
             request = group.pending.popleft()
             self._num_pending -= 1
@@ -112,7 +112,7 @@ class Ledger:
         return request
 
     def accept(self, rollout: Rollout, engine: str) -> bool:
-        """Take a rollout that `engine` delivered; False when it is not that engine's to deliver (any more)."""
+        """Accept a rollout from `engine`; False if it is not assigned to that engine."""
         rollout_id = rollout.id
         assignment = self._assigned.get(rollout_id)
         if assignment is None or assignment[0] != engine:
@@ -128,7 +128,7 @@ class Ledger:
         return True
 
     def close(self, group_id: GroupId) -> Group | None:
-        """Hand out a group once none of its rollouts is missing; None before that."""
+        """Return a group and forget it once it is complete; None before that."""
         group = self._groups[group_id]
         if group.num_missing:
             return None
@@ -136,16 +136,17 @@ class Ledger:
         return Group(group_id=group_id, prompt=group.prompt, rollouts=tuple(r for r in group.rollouts if r is not None))
 
     def has_begun(self, group_id: GroupId) -> bool:
-        """Whether the group is open and an engine was given a rollout of it."""
+        """Return whether the group is open and an engine has had a rollout of it."""
         return group_id in self._groups and self._groups[group_id].has_begun
 
     def load(self, engine: str) -> int:
-        """Rollouts that an engine has not delivered yet."""
+        """Return the number of rollouts assigned to an engine."""
         return len(self._by_engine.get(engine, ()))
 
     def lose(self, engine: str) -> tuple[int, Dropped | None]:
-        """Give back what a lost engine has not delivered; returns how many rollouts that is, and the group of the
-        suspect that was on it, which is dropped."""
+        """Return a lost engine's rollouts to the queue, and drop the group of its suspect.
+
+        Return the number of rollouts and the dropped group."""
         suspect = self._suspect_on(engine)
         dropped = None if suspect is None else self.drop(suspect.group_id)
         ids = sorted(self._by_engine.pop(engine, ()))
@@ -158,7 +159,7 @@ class Ledger:
         return len(ids), dropped
 
     def drop(self, group_id: GroupId) -> Dropped:
-        """Forget a group. What is still sampled of it is not taken when it comes."""
+        """Forget a group; its rollouts that still arrive are refused."""
         group = self._groups.pop(group_id)
         assigned: dict[str, list[RolloutId]] = {}
         for index in range(len(group.rollouts)):
@@ -183,7 +184,7 @@ class Ledger:
         return next((one for one in ids if self._losses.get(one, 0) >= MAX_LOSSES), None)
 
     def _next_for(self, engine: str, together: bool) -> _OpenGroup | None:
-        """The group that an engine takes its next rollout from. Older batches go first in any case."""
+        """Return the group of an engine's next rollout. Older batches always go first."""
         begun = self._group_of.get(engine)
         own = None if begun is None else self._groups.get(begun)
         free, taken = self._first(self._free, is_taken=False), self._first(self._taken, is_taken=True)

@@ -18,64 +18,64 @@ from paceline.types import Group
 
 
 class OnlineDrafter(Lessor, Protocol):
-    """Trains the drafter beside the run. The loop calls it between its stages, and the fleet reports to it."""
+    """Drafter training beside the run. The loop calls it between stages, and the fleet reports to it."""
 
     def running(self, journal: Journal) -> AbstractAsyncContextManager[None]:
-        """Hold whatever training needs for as long as the context lasts."""
+        """Run trainers inside the context."""
         ...
 
     def open_phase(self) -> None:
-        """Rollouts begin: from now on idle engines' devices may be leased."""
+        """Allow leases of idle engines' devices; rollouts begin."""
         ...
 
     async def end_generation(self) -> None:
-        """Rollouts are done: return when the learner has its devices to itself."""
+        """Return when the learner has its devices to itself; rollouts are complete."""
         ...
 
     async def observe(self, groups: Sequence[Group], generation_s: float) -> None:
-        """Learn from one step's rollouts how well the drafter does."""
+        """Add one step's rollouts to the estimate of the drafter's acceptance."""
         ...
 
     async def train_inline(self) -> None:
-        """Train after the policy update while engines wait, if the config says so."""
+        """Train after the policy update while engines wait, if configured."""
         ...
 
     async def close_phase(self) -> None:
-        """Weights come next: return when every engine is awake."""
+        """Return when every engine is awake for the weight push that follows."""
         ...
 
     async def switch(self, steps_left: int) -> bool:
-        """Start engines that draft from history again with the learned drafter, if it pays within the steps that are
-        left; whether they were. They are idle, and the policy's sync comes next."""
+        """Restart idle engines with the learned drafter if it pays within the remaining steps. Return whether they
+        restarted; a sync of the policy follows."""
         ...
 
     async def publish(self, *, restarted: bool) -> None:
-        """The policy was synced: push a drafter that was judged better. `restarted` engines need the last one again."""
+        """Push a drafter that was judged better, after a sync of the policy. `restarted` engines need the last one."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the step since the last call."""
+        """Return the metrics since the last call."""
         ...
 
     def keep_in(self, file: Path) -> None:
-        """Copy every published drafter to this file, which survives a crash of the run."""
+        """Copy every published drafter to this file, which outlives the run."""
         ...
 
     def save_state(self, directory: Path) -> Mapping[str, Any]:
-        """Copy files that training needs to go on into a new directory, and return the rest of what it needs."""
+        """Copy the files of a checkpoint into a new directory, and return the rest of the state."""
         ...
 
     def load_state(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Go on from what `save_state` kept; called before `running`."""
+        """Restore a checkpoint before `running`."""
         ...
 
     def save(self, directory: Path, provenance: Provenance | None = None) -> None:
-        """Write the drafter that the engines have as a checkpoint, if the run has trained one."""
+        """Write the engines' drafter as a checkpoint, if the run has trained one."""
         ...
 
 
 class Off:
-    """No drafter is trained: engines are always awake, and there is nothing to publish or to save."""
+    """No drafter training: engines are always awake."""
 
     def on_work(self, engine: str) -> None:
         return
