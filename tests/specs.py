@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paceline.cluster.specs import EngineSpec, LearnerRankSpec
-from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
+from paceline.cluster.specs import EngineSettings, EngineSpec, LearnerRankSpec
+from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
 
-_ENGINE = EngineSpec(
-    name="engine-0", model_path="model", config=EngineConfig(), speculation=None, seed=0, cores=None, device="cpu"
-)
+
+def engine_settings(engine: EngineConfig | None = None, speculation: SpeculationConfig | None = None) -> EngineSettings:
+    return EngineSettings(engine=engine or EngineConfig(), speculation=speculation)
+
+
+_ENGINE = EngineSpec(name="engine-0", model_path="model", settings=engine_settings(), seed=0, cores=None, device="cpu")
 _LEARNER = LearnerRankSpec(
     model_path="model",
     learner=LearnerConfig(),

@@ -227,7 +227,7 @@ def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path):
                 ]
                 # Python's own tracker belongs to the actor, which lives on.
                 before.extend(child for child in children if "resource_tracker" not in " ".join(child.cmdline()))
-                await cluster.raise_precision(config.rollout.engine, raised)
+                await cluster.raise_precision(raised)
 
             parts = Parts(
                 members=cluster.members,

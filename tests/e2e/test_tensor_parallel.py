@@ -29,7 +29,7 @@ from paceline.types import GroupId, Rollout, RolloutRequest
 from paceline.weights.message import Target
 from paceline.weights.shared_memory import ShmSender
 from random_policy import make_drafter, make_policy
-from specs import engine_spec
+from specs import engine_settings, engine_spec
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -125,7 +125,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoWorkers]:
             assert group.wait(60)
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
             actor = ray.remote(probing_actor()).options(num_cpus=1, scheduling_strategy=strategy).remote()
-            spec = engine_spec(model_path=str(path), config=CONFIG, speculation=speculation, cores=tuple(cores[:2]))
+            spec = engine_spec(
+                model_path=str(path), settings=engine_settings(CONFIG, speculation), cores=tuple(cores[:2])
+            )
             found = RemoteEngine(actor, spec)
             runner.run(found.start())
             yield TwoWorkers(found, runner, path, drafter)

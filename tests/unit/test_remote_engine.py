@@ -17,10 +17,11 @@ from paceline.cluster.clock import RemoteClock
 from paceline.cluster.proxies import RemoteEngine
 from paceline.cluster.remote_learner import RemoteLearner
 from paceline.cluster.resources import object_store_bytes
+from paceline.cluster.specs import CurrentSettings
 from paceline.config import EngineConfig, load_config
 from paceline.types import DraftBin, EngineLostError, GroupId, PacelineError, Receipt, Rollout
 from paceline.weights.message import Push
-from specs import engine_spec, learner_spec
+from specs import engine_settings, engine_spec, learner_spec
 
 FAR_S = 5000.0
 """How much longer the other machine has been running."""
@@ -83,7 +84,7 @@ class FakeActor:
 
 def engine_on(machine: str, **deadlines: float) -> tuple[RemoteEngine, FakeActor]:
     actor = FakeActor(machine)
-    return RemoteEngine(actor, engine_spec(config=EngineConfig(**deadlines))), actor  # pyright: ignore[reportArgumentType]
+    return RemoteEngine(actor, engine_spec(settings=engine_settings(EngineConfig(**deadlines)))), actor  # pyright: ignore[reportArgumentType]
 
 
 def test_times_of_another_machine_are_told_on_the_drivers_clock() -> None:
@@ -189,7 +190,9 @@ def test_lost_learner_is_an_error_that_says_so(error: Exception) -> None:
 
     actor, other = FakeActor("far"), FakeActor("far")
     actor.counters, other.counters = Method(counters), Method(counters)
-    learner = RemoteLearner(lambda: [actor, other], learner_spec(), max_restarts=3)
+    learner = RemoteLearner(
+        lambda: [actor, other], learner_spec(), CurrentSettings(EngineConfig(), None), max_restarts=3
+    )
     with pytest.raises(PacelineError, match="the learner is lost: "):
         asyncio.run(learner.counters())
 

@@ -13,6 +13,8 @@ import ray.exceptions as ray_errors
 
 from paceline.cluster import remote_learner
 from paceline.cluster.remote_learner import RemoteLearner
+from paceline.cluster.specs import CurrentSettings
+from paceline.config import EngineConfig
 from paceline.files import atomic_directory
 from paceline.orchestrator.store import Store
 from paceline.types import LearnerLostError, PacelineError
@@ -78,7 +80,9 @@ class Room:
         self.dies_in: list[str] = []
         self.lives: list[Rank] = []
         self.events: list[str] = []
-        self.learner = RemoteLearner(self._create, learner_spec(), max_restarts=max_restarts)
+        self.learner = RemoteLearner(
+            self._create, learner_spec(), CurrentSettings(EngineConfig(), None), max_restarts=max_restarts
+        )
         if heals:
             self.learner.heal(lambda what, **fields: self.events.append(what))
 

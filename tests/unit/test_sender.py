@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from paceline.cluster.sender import RemoteSender
+from paceline.cluster.specs import CurrentSettings
 from paceline.config import EngineConfig, HistoryDrafter, SpeculationConfig
 from paceline.orchestrator.members import Members
 from paceline.types import EngineLostError, PacelineError, Receipt
 from paceline.weights.distributed import GroupAddress
 from paceline.weights.message import Push
+from specs import engine_settings
 
 
 class FakeLearner:
@@ -61,8 +63,7 @@ class FakeEngine:
     def __init__(self, name: str) -> None:
         self.name = name
         self.dies_in_join = False
-        self.config = EngineConfig()
-        self.speculation: SpeculationConfig | None = None
+        self.settings = engine_settings()
         self.joined: tuple[str, int] = ("", 0)
         self.received: list[int] = []
 
@@ -85,8 +86,8 @@ class Scene:
         engines: Any = self.engines
         learner: Any = self.learner
         self.members = Members(engines)
-        config = EngineConfig(tensor_parallel_size=workers)
-        self.sender = RemoteSender(learner, engines, self.members, config, transport)
+        self.settings = CurrentSettings(EngineConfig(tensor_parallel_size=workers), None)
+        self.sender = RemoteSender(learner, self.members, self.settings, transport)
 
     def send(self, version: int) -> dict[str, Receipt]:
         return {receipt.engine: receipt for receipt in asyncio.run(self.sender.send(version))}
@@ -130,7 +131,7 @@ def test_group_is_made_anew_for_engines_that_were_restarted() -> None:
     """Their new processes have joined nothing, although their names are the same."""
     scene = Scene()
     scene.send(1)
-    scene.sender.engines_restarted(EngineConfig(), None)
+    scene.sender.drop_group()
     assert all(receipt.ok for receipt in scene.send(2).values())
     assert scene.learner.sizes == [3, 3]
 
@@ -194,7 +195,7 @@ def test_engine_that_started_before_the_precision_was_changed_does_not_join() ->
     scene = Scene(transport="shared_memory")
     scene.send(1)
     scene.members.lose("engine-1", "killed")
-    scene.sender.engines_restarted(EngineConfig(dtype="float32"), None)
+    scene.settings.now = engine_settings(EngineConfig(dtype="float32"))
     new: Any = FakeEngine("engine-1#2")
     with pytest.raises(EngineLostError, match="precision"):
         asyncio.run(scene.sender.catch_up(new))
@@ -205,11 +206,11 @@ def test_engine_that_started_before_the_drafter_was_switched_does_not_join() -> 
     scene = Scene()
     scene.send(1)
     scene.members.lose("engine-1", "killed")
-    scene.sender.engines_restarted(EngineConfig(), SpeculationConfig(drafter=HistoryDrafter()))
+    scene.settings.now = engine_settings(speculation=SpeculationConfig(drafter=HistoryDrafter()))
     new: Any = FakeEngine("engine-1#2")
     with pytest.raises(EngineLostError, match="drafter"):
         asyncio.run(scene.sender.catch_up(new))
-    new.speculation = SpeculationConfig(drafter=HistoryDrafter())
+    new.settings = scene.settings.now
     assert asyncio.run(scene.sender.catch_up(new)).ok
 
 

@@ -53,7 +53,7 @@ class EngineActor:
 
     async def start(self, spec: EngineSpec) -> int:
         """Start the engine and return the process id."""
-        require(spec.device, spec.config.tensor_parallel_size)
+        require(spec.device, spec.settings.engine.tensor_parallel_size)
         self._restarting = False
         self._engine = await _start_engine(spec)
         self._collecting: asyncio.Task[Sequence[Rollout]] | None = None
@@ -287,8 +287,9 @@ class LearnerActor:
 def _start_engine(spec: EngineSpec) -> Awaitable[VllmEngine]:
     from paceline.rollout.engine import VllmEngine
 
+    config, speculation = spec.settings.engine, spec.settings.speculation
     return VllmEngine.start(
-        spec.name, spec.model_path, spec.config, seed=spec.seed, cpus=spec.cores, speculation=spec.speculation
+        spec.name, spec.model_path, config, seed=spec.seed, cpus=spec.cores, speculation=speculation
     )
 
 

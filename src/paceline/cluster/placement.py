@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cluster.actors import EngineActor, LearnerActor
 from paceline.cluster.layout import ClusterLayout, plan
-from paceline.cluster.proxies import CLOSE_DEADLINE_S, RemoteEngine
+from paceline.cluster.proxies import CLOSE_DEADLINE_S, RemoteEngine, remote
 from paceline.cluster.ray_session import ray_session
 from paceline.cluster.remote_learner import RemoteLearner
 from paceline.cluster.resources import cluster_nodes
 from paceline.cluster.sender import RemoteSender
-from paceline.cluster.specs import EngineSpec, LearnerRankSpec
+from paceline.cluster.specs import CurrentSettings, EngineSettings, EngineSpec, LearnerRankSpec
 from paceline.cluster.trainers import RemoteTrainer, RoundSender
-from paceline.config import Config, EngineConfig, LearnedDrafter, SpeculationConfig
+from paceline.config import Config, LearnedDrafter, SpeculationConfig
 from paceline.drafters.checkpoint import read_taps, with_own_embeddings
 from paceline.drafters.kinds import draft_costs, write_new_drafter
 from paceline.drafters.store import FileStore
@@ -61,63 +60,72 @@ class Cluster:
 
     def __init__(
         self,
-        engines: EngineRoom,
+        starter: EngineStarter,
         learner: RemoteLearner,
         sender: RemoteSender,
         members: Members,
+        settings: CurrentSettings,
         *,
         max_restarts: int,
-        trainers: Sequence[RemoteTrainer] = (),
     ) -> None:
-        self._room = engines
+        self._starter = starter
+        self.settings = settings
         self.learner = learner
         self.sender = sender
         self.members = members
         self.drafter: OnlineDrafter = Off()
-        self.trainers = trainers
+        self.trainers: Sequence[RemoteTrainer] = ()
         self.healer = Healing(members, self, max_restarts=max_restarts)
 
     @property
     def engines(self) -> list[RemoteEngine]:
-        """The present or last engine of every place."""
-        return list(self._room.engines.values())
+        """The newest engine of every place."""
+        return [self._newest(place) for place in self.members.places]
+
+    def _newest(self, name: str) -> RemoteEngine:
+        return remote(self.members.newest(place_of(name)))
 
     async def beat(self, name: str) -> None:
-        await self._room.engines[place_of(name)].heartbeat()
+        await self._newest(name).heartbeat()
 
     async def start(self, name: str) -> None:
-        self.members.register(await self._room.start_again(name))
+        await self._newest(name).close()  # its process holds the resources of the new one
+        engine = self._starter.create(name)
+        self.members.register(engine)
+        try:
+            await engine.start()
+        except BaseException:
+            ray.kill(engine.actor)
+            raise
 
     async def catch_up(self, name: str) -> Receipt:
-        return await self.sender.catch_up(self._room.engines[place_of(name)])
+        return await self.sender.catch_up(self._newest(name))
 
-    async def raise_precision(self, config: EngineConfig, raised: bool) -> None:
-        """Start every engine again, in full precision or as configured. One that does not come back refuses the push
-        that follows, which is when the fleet goes on without it."""
-        await self._restart(config.in_full_precision if raised else config, self._room.speculation)
+    async def raise_precision(self, raised: bool) -> None:
+        """Restart all engines in full or in configured precision. The next push loses engines that do not return."""
+        await self._restart(self.settings.with_precision(raised=raised))
 
     @property
     def start_s(self) -> float:
         return max(engine.start_s for engine in self.engines)
 
     async def draft_with(self, *, learned: bool) -> None:
-        if failures := await self._restart(self._room.config, self._room.drafting(learned=learned)):
+        if failures := await self._restart(self.settings.with_drafter(learned=learned)):
             why = failures[0].cause if isinstance(failures[0], RayTaskError) else failures[0]
             raise PacelineError(f"{len(failures)} of {len(self.members.names)} engines did not start: {why}")
 
-    async def _restart(self, config: EngineConfig, speculation: SpeculationConfig | None) -> list[BaseException]:
-        """Start every engine again with these settings; returns what was raised. Engines that are healed meanwhile wait
-        for the push that follows, and are started again if they have others."""
-        self._room.config, self._room.speculation = config, speculation
-        await self.learner.stage_for(config)
-        alive = [engine for engine in self.engines if self.members.is_alive(engine.name)]
-        answers = await asyncio.gather(*(e.restart(config, speculation) for e in alive), return_exceptions=True)
-        self.sender.engines_restarted(config, speculation)
+    async def _restart(self, settings: EngineSettings) -> list[BaseException]:
+        """Restart all live engines with these settings and return their errors. Engines that start meanwhile wait for
+        the next push, and start again if their settings differ."""
+        await self.learner.change_settings(settings)
+        alive = [remote(engine) for engine in self.members.engines]
+        answers = await asyncio.gather(*(engine.restart(settings) for engine in alive), return_exceptions=True)
+        self.sender.drop_group()
         return [answer for answer in answers if answer is not None]
 
 
-class EngineRoom:
-    """The places of a run's engines: starts the first engine of each, and later ones in the same bundle."""
+class EngineStarter:
+    """Creates the engines of each place in the bundle of the place."""
 
     def __init__(
         self,
@@ -125,11 +133,10 @@ class EngineRoom:
         layout: ClusterLayout,
         group: PlacementGroup,
         model_path: Path,
-        speculation: SpeculationConfig | None,
+        settings: CurrentSettings,
     ) -> None:
-        self.config, self.speculation = config.rollout.engine, speculation
-        """What engines are started with."""
-        self._run = config
+        self._seed = config.run.seed
+        self._settings = settings
         self._model_path = model_path
         self._layout = layout
         self._group = group
@@ -137,37 +144,18 @@ class EngineRoom:
         num_engines = len(layout.engines)
         self.cores = [None if gpu else _share(cores, index, num_engines) for index in range(num_engines)]
         """Cores of each engine; None leaves them to the system."""
-        self.engines = {name: self._create(name) for name in (f"engine-{index}" for index in range(num_engines))}
-        """The present or last engine of every place."""
 
-    def drafting(self, *, learned: bool) -> SpeculationConfig:
-        """Speculation with the run's learned drafter, or with history in its place."""
-        assert self._run.speculation is not None, "the config says so"
-        return self._run.speculation if learned else self._run.speculation.from_history
-
-    async def start_again(self, name: str) -> RemoteEngine:
-        """Start an engine in the place of a lost one, whose process has to be gone before there is room."""
-        place = place_of(name)
-        await self.engines[place].close()
-        engine = self.engines[place] = self._create(name)
-        try:
-            await engine.start()
-        except BaseException:
-            ray.kill(engine.actor)
-            raise
-        return engine
-
-    def _create(self, name: str) -> RemoteEngine:
-        place, _, life = name.partition("#")
+    def create(self, name: str) -> RemoteEngine:
+        """Create an engine's actor, which starts with the current settings."""
+        place, _, incarnation = name.partition("#")
         index = int(place.removeprefix("engine-"))
         cores = self.cores[index]
         spec = EngineSpec(
             name=name,
             model_path=str(self._model_path),
-            config=self.config,
-            speculation=self.speculation,
+            settings=self._settings.now,
             # A new seed for each restart: the same samples again would explore nothing.
-            seed=self._run.run.seed * 1000 + index + 1_000_000 * (int(life or 1) - 1),
+            seed=self._seed * 1000 + index + 1_000_000 * (int(incarnation or 1) - 1),
             cores=None if cores is None else tuple(cores),
             device=self._layout.device,
         )
@@ -176,31 +164,43 @@ class EngineRoom:
 
 @asynccontextmanager
 async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Cluster]:
-    """Place and start every process of a run; all of them are gone when the context ends."""
+    """Place and start the processes of a run, and end them with the context."""
     directory = training_directory(config)
     with ray_session(config, directory):
         layout = await decide(config)
-        is_new = config.speculation is not None and config.speculation.has_new_drafter
+        on_history = config.speculation is not None and config.speculation.has_new_drafter
+        drafter = None
         if directory is not None:
             _check_training(config, layout)
             config = _with_own_embeddings(config, model_path, directory)
-        speculation = config.speculation
-        if speculation is not None and is_new:
-            speculation = speculation.from_history
+            _, drafter = _trained_drafter(config)
+        settings = CurrentSettings(config.rollout.engine, config.speculation, on_history=on_history)
         spec = _learner_spec(config, layout, model_path, directory)
         group = reserve(layout)
-        engines = EngineRoom(config, layout, group, model_path, speculation)
+        starter = EngineStarter(config, layout, group, model_path, settings)
+        members = Members()
+        for index in range(len(layout.engines)):
+            members.register(starter.create(f"engine-{index}"))
+        max_restarts = config.rollout.max_restarts
         learner = RemoteLearner(
             lambda: [create(LearnerActor, layout, group, index, rank) for rank, index in enumerate(layout.ranks)],
             spec,
-            max_restarts=config.rollout.max_restarts,
+            settings,
+            max_restarts=max_restarts,
         )
+        sender = RemoteSender(learner, members, settings, layout.transport, drafter)
+        cluster = Cluster(starter, learner, sender, members, settings, max_restarts=max_restarts)
         deadline_s = _ABANDON_DEADLINE_S
         try:
-            yield await _start_actors(config, layout, model_path, engines, learner, directory)
+            await asyncio.gather(*(engine.start() for engine in cluster.engines), learner.start())
+            for engine in cluster.engines:
+                members.join(engine)
+            if directory is not None:
+                _train_drafter(cluster, config, layout, model_path, directory, starter.cores)
+            yield cluster
             deadline_s = CLOSE_DEADLINE_S
         finally:
-            parts = (*engines.engines.values(), learner)
+            parts = (*cluster.engines, learner)
             await asyncio.gather(*(part.close(deadline_s) for part in parts), return_exceptions=True)
             remove_placement_group(group)
 
@@ -224,34 +224,22 @@ async def decide(config: Config) -> ClusterLayout:
         await asyncio.sleep(1)
 
 
-async def _start_actors(
+def _train_drafter(
+    cluster: Cluster,
     config: Config,
     layout: ClusterLayout,
     model_path: Path,
-    room: EngineRoom,
-    learner: RemoteLearner,
-    directory: Path | None,
-) -> Cluster:
-    """Start engines and learner at the same time. `directory` is for drafter training."""
-    engines = list(room.engines.values())
-    await asyncio.gather(*(engine.start() for engine in engines), learner.start())
-    transport = layout.transport
-    members = Members(engines)
-    max_restarts = config.rollout.max_restarts
-    if directory is None:
-        sender = RemoteSender(
-            learner, engines, members, config.rollout.engine, transport, speculation=config.speculation
-        )
-        return Cluster(room, learner, sender, members, max_restarts=max_restarts)
+    directory: Path,
+    cores: Sequence[Sequence[int] | None],
+) -> None:
+    """Put a drafter trainer beside each engine. `cores` are the engines'."""
     speculation, checkpoint = _trained_drafter(config)
-    sender = RemoteSender(
-        learner, engines, members, config.rollout.engine, transport, checkpoint, speculation=room.speculation
-    )
-    trainers = [
+    members, places = cluster.members, cluster.members.places
+    cluster.trainers = [
         RemoteTrainer(
-            partial(room.engines.__getitem__, engine.name),
+            members,
             WorkerSettings(
-                name=engine.name,
+                name=place,
                 drafter=checkpoint,
                 directory=directory,
                 max_draft_length=speculation.max_draft_length,
@@ -261,25 +249,25 @@ async def _start_actors(
                 seed=config.run.seed,
             ),
         )
-        for engine, share in zip(engines, room.cores, strict=True)
+        for place, share in zip(places, cores, strict=True)
     ]
-    apart = [
-        engine.name
-        for engine, share in zip(engines, room.cores, strict=True)
-        if share is None or not set(share) & set(learner.spec.cores or os.sched_getaffinity(0))
-    ]
-    store = FileStore(directory, checkpoint, members.names, speculation)
-    drafter_sender = RoundSender(sender, store.rounds)
-    cluster = Cluster(room, learner, sender, members, max_restarts=max_restarts, trainers=trainers)
+    learner_cores = set(cluster.learner.spec.cores or os.sched_getaffinity(0))
+    apart = [place for place, share in zip(places, cores, strict=True) if not learner_cores.intersection(share or ())]
+    store = FileStore(directory, checkpoint, places, speculation)
     switch = None
-    if room.speculation != speculation:
+    if cluster.settings.now.speculation != speculation:
         kind, length = speculation.drafter.kind, speculation.max_draft_length
         costs_K = draft_costs(checkpoint, model_path, kind=kind, max_draft_length=length)
         switch = DrafterSwitch(cluster, SwitchMonitor(costs_K))
     cluster.drafter = OnlineDrafterTraining(
-        members, trainers, drafter_sender, store, speculation.training, apart=apart, switch=switch
+        members,
+        cluster.trainers,
+        RoundSender(cluster.sender, store.rounds),
+        store,
+        speculation.training,
+        apart=apart,
+        switch=switch,
     )
-    return cluster
 
 
 def training_directory(config: Config) -> Path | None:

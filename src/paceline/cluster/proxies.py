@@ -7,17 +7,17 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from paceline.cluster.clock import RemoteClock
-from paceline.cluster.specs import EngineSpec
-from paceline.config import EngineConfig, SpeculationConfig
+from paceline.cluster.specs import EngineSettings, EngineSpec
 from paceline.drafters.worker import WorkerSettings
 from paceline.types import (
     DraftBin,
+    Engine,
     EngineLostError,
     PacelineError,
     Receipt,
@@ -50,12 +50,9 @@ class RemoteEngine:
         self._closing: asyncio.Task[None] | None = None
 
     @property
-    def config(self) -> EngineConfig:
-        return self._spec.config
-
-    @property
-    def speculation(self) -> SpeculationConfig | None:
-        return self._spec.speculation
+    def settings(self) -> EngineSettings:
+        """Settings of the last start."""
+        return self._spec.settings
 
     async def start(self) -> None:
         began_s = time.monotonic()
@@ -64,8 +61,8 @@ class RemoteEngine:
         for _ in range(3):
             await self._compare_clocks()
 
-    async def restart(self, config: EngineConfig, speculation: SpeculationConfig | None) -> None:
-        began_s, self._spec = time.monotonic(), replace(self._spec, config=config, speculation=speculation)
+    async def restart(self, settings: EngineSettings) -> None:
+        began_s, self._spec = time.monotonic(), replace(self._spec, settings=settings)
         await self._ask("restart", self._spec, deadline_s=self._start_deadline_s)
         self.start_s = time.monotonic() - began_s
 
@@ -87,11 +84,11 @@ class RemoteEngine:
     async def receive(self, push: Push) -> Receipt:
         """Deliver a push. The receipt reports a refused push; a lost engine raises EngineLostError."""
         # The engine also pauses, drops cached prefixes, sets the version and resumes.
-        deadline_s = self.config.push_deadline_s + 5 * self.config.call_deadline_s
+        deadline_s = self.settings.engine.push_deadline_s + 5 * self.settings.engine.call_deadline_s
         return await self._ask("receive", push, deadline_s=deadline_s)
 
     async def join_group(self, address: GroupAddress, first_rank: int) -> str | None:
-        deadline_s = self.config.push_deadline_s + self.config.call_deadline_s
+        deadline_s = self.settings.engine.push_deadline_s + self.settings.engine.call_deadline_s
         return await self._ask("join_group", address, first_rank, deadline_s=deadline_s)
 
     async def pause(self) -> None:
@@ -113,7 +110,7 @@ class RemoteEngine:
         return await self._ask("trainer_start", settings)
 
     async def trainer_ready(self) -> None:
-        await self._ask("trainer_ready", self.config.start_deadline_s, deadline_s=self._start_deadline_s)
+        await self._ask("trainer_ready", self.settings.engine.start_deadline_s, deadline_s=self._start_deadline_s)
 
     async def trainer_lease(self) -> float:
         return await self._ask("trainer_lease")
@@ -154,14 +151,14 @@ class RemoteEngine:
 
     @property
     def _start_deadline_s(self) -> float:
-        return self.config.start_deadline_s + self.config.call_deadline_s
+        return self.settings.engine.start_deadline_s + self.settings.engine.call_deadline_s
 
     async def _poll(self, method: str) -> Any:
-        return await self._ask(method, _POLL_S, deadline_s=_POLL_S + self.config.call_deadline_s)
+        return await self._ask(method, _POLL_S, deadline_s=_POLL_S + self.settings.engine.call_deadline_s)
 
     async def _ask(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
         """Call a method of the actor; raise EngineLostError if the actor fails or misses the deadline."""
-        deadline_s = deadline_s or self.config.call_deadline_s
+        deadline_s = deadline_s or self.settings.engine.call_deadline_s
         try:
             return await asyncio.wait_for(plain(getattr(self.actor, method).remote(*args)), deadline_s)
         except TimeoutError:
@@ -171,6 +168,11 @@ class RemoteEngine:
             if why is None:
                 raise
             raise EngineLostError(self.name, why) from None
+
+
+def remote(engine: Engine) -> RemoteEngine:
+    """Return an engine of a cluster's registry with its type."""
+    return cast("RemoteEngine", engine)
 
 
 async def plain(answer: Awaitable[T]) -> T:

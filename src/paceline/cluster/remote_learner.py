@@ -23,8 +23,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from paceline.cluster.proxies import CLOSE_DEADLINE_S, plain, why_lost
-from paceline.cluster.specs import LearnerRankSpec
-from paceline.config import CorrectionConfig, EngineConfig
+from paceline.cluster.specs import CurrentSettings, EngineSettings, LearnerRankSpec
+from paceline.config import CorrectionConfig
 from paceline.files import final_path
 from paceline.orchestrator.store import verify
 from paceline.orchestrator.supervision import STEADY_S
@@ -83,11 +83,19 @@ class LearnerLog:
 class RemoteLearner:
     """types.Learner over LearnerActors. Answers are those of rank 0."""
 
-    def __init__(self, create: Callable[[], Sequence[Any]], spec: LearnerRankSpec, *, max_restarts: int) -> None:
-        """`create` makes one actor per rank."""
+    def __init__(
+        self,
+        create: Callable[[], Sequence[Any]],
+        spec: LearnerRankSpec,
+        settings: CurrentSettings,
+        *,
+        max_restarts: int,
+    ) -> None:
+        """`create` makes one actor per rank. `settings` are the engines' settings, for which weights are staged."""
         self._create = create
         self.actors = create()
         self.spec = spec
+        self._settings = settings
         self._deadline_s = spec.learner.deadline_s
         self._max_restarts = max_restarts
         self._log: LearnerLog | None = None
@@ -105,7 +113,7 @@ class RemoteLearner:
         self._log, self._record_event = LearnerLog(), record_event
 
     async def start(self) -> None:
-        spec = self.spec
+        spec = replace(self.spec, engine=self._settings.now.engine)
         if len(self.actors) > 1:
             (rendezvous,) = await self._ask("rendezvous", (self._deadline_s,), self.actors[:1])
             spec = replace(spec, rendezvous=rendezvous)
@@ -127,11 +135,12 @@ class RemoteLearner:
     async def calibrate(self, samples: Sequence[Sample], version: int) -> Mapping[str, float]:
         return await self._all("calibrate", list(samples), version)
 
-    async def stage_for(self, engine: EngineConfig) -> None:
+    async def change_settings(self, settings: EngineSettings) -> None:
+        """Change the engines' settings between two pushes, and stage the next push for them."""
         async with self.still:
             self.pushed.clear()
-            self.spec = replace(self.spec, engine=engine)
-            await self._all("stage_for", engine)
+            self._settings.now = settings
+            await self._all("stage_for", settings.engine)
 
     async def stage(self, version: int) -> Push:
         return await self._all("stage", version)

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from paceline.cluster.proxies import RemoteEngine
+from paceline.cluster.proxies import RemoteEngine, remote
 from paceline.cluster.remote_learner import RemoteLearner
-from paceline.config import EngineConfig, SpeculationConfig
+from paceline.cluster.specs import CurrentSettings
 from paceline.devices import Transport
 from paceline.orchestrator.members import Members
 from paceline.types import EngineLostError, PacelineError, Receipt
@@ -27,22 +27,17 @@ class RemoteSender:
     def __init__(
         self,
         learner: RemoteLearner,
-        engines: Sequence[RemoteEngine],
         members: Members,
-        config: EngineConfig,
+        settings: CurrentSettings,
         transport: Transport,
         drafter: Path | None = None,
-        speculation: SpeculationConfig | None = None,
     ) -> None:
-        """`config` and `speculation` are the engines' current settings; `drafter` is the checkpoint of a trained
-        drafter."""
+        """`drafter` is the checkpoint of a trained drafter."""
         self._learner = learner
-        self._engines = {engine.name: engine for engine in engines}
         self._members = members
-        self._config = config
+        self._settings = settings
         self._transport = transport
         self._drafter = drafter
-        self._speculation = speculation
         self._version = 0
         self._group: list[str] = []
         """Names of the engines in the process group; empty if there is no valid group."""
@@ -66,12 +61,11 @@ class RemoteSender:
             async with self._learner.still, self._one_push:
                 if not self._learner.pushed.is_set():
                     continue
-                if (engine.config, engine.speculation) != (self._config, self._speculation):
+                if engine.settings != self._settings.now:
                     why = "the engines' precision or drafter has changed since its start"
                     raise EngineLostError(engine.name, why)
                 (receipt,) = await self._push([engine], self._version, self._stage)
                 if receipt.ok:
-                    self._engines[engine.name] = engine
                     self._members.join(engine)
                 return receipt
 
@@ -86,16 +80,15 @@ class RemoteSender:
         # The fleet detects a lost engine at its next call.
         await asyncio.gather(*(engine.stop_speculation() for engine in self._alive()), return_exceptions=True)
 
-    def engines_restarted(self, config: EngineConfig, speculation: SpeculationConfig | None) -> None:
-        """Note the settings of restarted engines, and drop the process group, which they have not joined."""
-        self._config, self._speculation = config, speculation
+    def drop_group(self) -> None:
+        """Drop the process group, which restarted engines have not joined."""
         self._group = []
 
     def _stage(self) -> Awaitable[Push]:
         return self._learner.stage(self._version)
 
     def _alive(self) -> list[RemoteEngine]:
-        return [self._engines[name] for name in self._members.names]
+        return [remote(engine) for engine in self._members.engines]
 
     async def _push(
         self, engines: Sequence[RemoteEngine], version: int, stage: Callable[[], Awaitable[Push]]
@@ -119,9 +112,10 @@ class RemoteSender:
             if wanted == self._group and self._group_restarts == self._learner.num_restarts:
                 return lost
             self._group_restarts = self._learner.num_restarts
-            workers = self._config.tensor_parallel_size
+            config = self._settings.now.engine
+            workers = config.tensor_parallel_size
             # A worker must time out and refuse the push before the deadline of its engine, which would lose the engine.
-            timeout_s = self._config.push_deadline_s / 2
+            timeout_s = config.push_deadline_s / 2
             address = await self._learner.host_group(len(left) * workers, timeout_s)
             joining = [self._join(engine, address, 1 + i * workers, version) for i, engine in enumerate(left)]
             answers = await asyncio.gather(self._learner.join_group(), *joining)

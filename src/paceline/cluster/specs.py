@@ -1,8 +1,8 @@
-"""Records that the processes of a run are started from. Ray ships them whole."""
+"""Records that the processes of a run start from, and the owner of the engines' current settings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
 from paceline.devices import Transport
@@ -11,11 +11,41 @@ from paceline.types import DeviceKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Settings that change during a run, for all engines at once."""
+
+    engine: EngineConfig
+    speculation: SpeculationConfig | None
+
+
+class CurrentSettings:
+    """Owner of the engines' settings: starts, restarts and pushes read `now`."""
+
+    def __init__(
+        self, engine: EngineConfig, speculation: SpeculationConfig | None, *, on_history: bool = False
+    ) -> None:
+        """`on_history` starts engines with history instead of the configured drafter."""
+        self._engine = engine
+        self._speculation = speculation
+        self.now = EngineSettings(engine=engine, speculation=speculation)
+        if on_history:
+            self.now = self.with_drafter(learned=False)
+
+    def with_precision(self, *, raised: bool) -> EngineSettings:
+        """Return the current settings in full precision or in the configured one."""
+        return replace(self.now, engine=self._engine.in_full_precision if raised else self._engine)
+
+    def with_drafter(self, *, learned: bool) -> EngineSettings:
+        """Return the current settings with the learned drafter or with history."""
+        assert self._speculation is not None, "the config says so"
+        return replace(self.now, speculation=self._speculation if learned else self._speculation.from_history)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     name: str
     model_path: str
-    config: EngineConfig
-    speculation: SpeculationConfig | None
+    settings: EngineSettings
     seed: int
     cores: tuple[int, ...] | None
     """CPU cores to bind to; None leaves placement to the system."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from paceline.cluster.proxies import RemoteEngine
+from paceline.cluster.proxies import RemoteEngine, remote
 from paceline.cluster.sender import RemoteSender
 from paceline.drafters.rounds import Rounds, verify_weights
 from paceline.drafters.worker import WorkerSettings
 from paceline.files import ChecksumError
+from paceline.orchestrator.members import Members
 from paceline.types import Receipt
 
 
@@ -35,11 +36,13 @@ class RoundSender:
 class RemoteTrainer:
     """slots.Trainer over an EngineActor, the parent of the training process."""
 
-    def __init__(self, engine: Callable[[], RemoteEngine], settings: WorkerSettings) -> None:
-        """`engine` returns the current engine of this slot."""
-        self._engine = engine
+    def __init__(self, members: Members, settings: WorkerSettings) -> None:
+        self._members = members
         self._settings = settings
         self.pid = 0
+
+    def _engine(self) -> RemoteEngine:
+        return remote(self._members.newest(self._settings.name))
 
     async def start(self, *, awaited: bool) -> None:
         self.pid = await self._engine().trainer_start(self._settings.model_copy(update={"awaited": awaited}))

@@ -151,7 +151,7 @@ async def _run(
             decode=lambda token_ids: tokenizer.decode(token_ids.tolist(), skip_special_tokens=True),
             drafter=cluster.drafter,
             healer=cluster.healer,
-            raise_precision=None if engine == engine.in_full_precision else partial(cluster.raise_precision, engine),
+            raise_precision=None if engine == engine.in_full_precision else cluster.raise_precision,
         )
         await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"), recovery=recovery)
         if (directory / "drafter").exists():  # of a run that has gone on beyond what was its last step
