@@ -1,12 +1,12 @@
-"""Where the processes of a run are placed and how they end: Ray, placement group, cores and devices.
+"""Place, start and end the processes of a run: Ray, placement group, cores and devices.
 
     driver (loop.py) ── RemoteEngine ──▶ EngineActor x num_engines ── VllmEngine ── vLLM's own processes
                      ── RemoteLearner ─▶ LearnerActor x world_size ── FsdpLearner
                      ── RemoteSender ──▶ LearnerActor.stage ── push ──▶ EngineActor.receive
                      ── RemoteTrainer ─▶ EngineActor.trainer_… ── TrainerProcess, beside each engine, on its cores
 
-Actors die with the driver, vLLM's processes die with their actor, and a Ray that was started here dies with the driver
-too, so that neither Ctrl-C nor a crash leaves anything.
+Actors die with the driver, vLLM's processes with their actor, and a local Ray with the driver, so neither Ctrl-C nor a
+crash leaves processes.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from paceline.orchestrator.online_drafter import Off, OnlineDrafter
 from paceline.types import PacelineError, Receipt
 
 _ABANDON_DEADLINE_S = 1.0
-"""An interrupted run does not wait for farewells; what has not said one by then is killed."""
+"""An interrupted run kills actors that have not closed within this time."""
 _ROOM_DEADLINE_S = 60.0
-"""How long a run waits for room that other jobs hold."""
+"""Longest wait for resources held by other jobs."""
 
 
 class Cluster:
@@ -206,13 +206,13 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
 
 
 async def rehearse(config: Config) -> ClusterLayout:
-    """Start or join Ray as a run does, and say where the run's processes would go; nothing else is started."""
+    """Return the layout of a run without starting it."""
     with ray_session(config, None):
         return await decide(config)
 
 
 async def decide(config: Config) -> ClusterLayout:
-    """The layout of this run in the cluster that this process is connected to, once other jobs leave room for it."""
+    """Return the layout of this run in the connected cluster, after waiting for resources."""
     until_s = time.monotonic() + _ROOM_DEADLINE_S
     while True:
         nodes = await asyncio.to_thread(cluster_nodes, for_gpus=config.cluster.device != "cpu")
@@ -271,10 +271,10 @@ def _train_drafter(
 
 
 def training_directory(config: Config) -> Path | None:
-    """Make a folder of this run's own for what learner and trainers share; None if no drafter is trained.
+    """Create a directory that learner and trainers share, or return None without drafter training.
 
-    The first free number, and no random name: engines load their drafter from it, vLLM looks compiled code up by the
-    drafter's path too, and the next run should find it."""
+    Its name is the first free number instead of a random one, because vLLM's compile cache depends on the drafter's
+    path."""
     if config.speculation is None or config.speculation.training.mode == "off":
         return None
     root = private_directory(config.speculation.training.buffer.directory / f"paceline-{os.getuid()}")
@@ -282,14 +282,14 @@ def training_directory(config: Config) -> Path | None:
     while True:
         try:
             (root / str(number)).mkdir(mode=0o700)
-        except FileExistsError:  # of a run that goes on
+        except FileExistsError:  # of a running run
             number += 1
         else:
             return root / str(number)
 
 
 def _check_training(config: Config, layout: ClusterLayout) -> None:
-    """Refuse drafter training where it cannot work."""
+    """Refuse unsupported drafter training."""
     speculation, _ = _trained_drafter(config)
     if speculation.drafter.kind == "dflash" and layout.device == "cpu":
         raise PacelineError(
@@ -313,7 +313,7 @@ def _with_own_embeddings(config: Config, model_path: Path, directory: Path) -> C
         write_new_drafter(kind, model_path, checkpoint, seed=config.run.seed, draft_length=length)
     path = with_own_embeddings(checkpoint, directory / "drafter", model_path=model_path, dtype=dtype)
     if speculation.has_new_drafter and path != checkpoint:
-        remove_directory(checkpoint)  # from memory, most likely
+        remove_directory(checkpoint)  # probably in shared memory
     drafter = speculation.drafter.model_copy(update={"path": str(path)})
     return config.model_copy(update={"speculation": speculation.model_copy(update={"drafter": drafter})})
 
@@ -350,7 +350,7 @@ def _hand_over(config: Config, model_path: Path, directory: Path) -> HiddenState
 
 
 def reserve(layout: ClusterLayout) -> PlacementGroup:
-    """Take the bundles of a layout, each on its node."""
+    """Reserve the bundles of a layout."""
     bundles = [bundle.resources for bundle in layout.bundles]
     nodes = [{} if bundle.node is None else {"ray.io/node-id": bundle.node} for bundle in layout.bundles]
     group = placement_group(
@@ -368,7 +368,7 @@ def reserve(layout: ClusterLayout) -> PlacementGroup:
 
 
 def create(actor: type, layout: ClusterLayout, group: PlacementGroup, index: int, *args: Any) -> Any:
-    """Make an actor in one of the bundles, with all its GPUs."""
+    """Create an actor in a bundle, with all its GPUs."""
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     num_gpus = layout.bundles[index].num_gpus
     options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy, "max_restarts": 0}
@@ -376,7 +376,7 @@ def create(actor: type, layout: ClusterLayout, group: PlacementGroup, index: int
 
 
 def _share(cores: Sequence[int], index: int, num_engines: int) -> list[int]:
-    """Cores of one engine: a share of its own where there are enough, otherwise they take turns."""
+    """Return the cores of one engine: an exclusive share if there are enough, otherwise one core in turn."""
     if num_engines >= len(cores):
         return [cores[index % len(cores)]]
     return list(cores[index * len(cores) // num_engines : (index + 1) * len(cores) // num_engines])

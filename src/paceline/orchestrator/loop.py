@@ -23,8 +23,6 @@ from typing import Any
 from paceline.config import Config
 from paceline.metrics import Recorder
 from paceline.orchestrator.batch_log import Taken
-from paceline.orchestrator.calibration import calibrate, calibrate_on_prompts
-from paceline.orchestrator.evaluation import evaluate
 from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.healing import Healer, NoHealing
 from paceline.orchestrator.intake import Intake
@@ -34,7 +32,7 @@ from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.online_drafter import Off, OnlineDrafter
 from paceline.orchestrator.recovery import Recovery
 from paceline.orchestrator.rewards import Score, Scoring, make_samples
-from paceline.orchestrator.sync import push_policy
+from paceline.orchestrator.stages import calibrate, calibrate_on_prompts, evaluate, push_policy
 from paceline.types import Group, Learner, Prompt, Sender, Tokens
 
 
