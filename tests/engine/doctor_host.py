@@ -36,7 +36,7 @@ def drafter() -> None:
         path = find(self)
         assert path is not None
         out = Path(tempfile.mkdtemp(prefix="paceline-doctor-"))
-        self.close_at_end(lambda: shutil.rmtree(out))
+        self.resources.callback(lambda: shutil.rmtree(out))
         shutil.copytree(path, out, dirs_exist_ok=True)
         generator = torch.Generator().manual_seed(0)
         for file in out.glob("*.safetensors"):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from paceline.config import Config
 from paceline.context import CancelledError, Context
 from paceline.doctor import engine, machine, weights
-from paceline.doctor.finding import Finding, SkippedError, counts, failed, to_json
+from paceline.doctor.finding import Finding, SkippedError, counts, failed
 from paceline.doctor.setup import Setup
 from paceline.measure import Goal, Result, environment
 
@@ -151,6 +151,6 @@ def _result(findings: Sequence[Finding], config: Config, seconds: float, *, whol
         environment=environment(seeds=[config.run.seed], config=config.model_dump(mode="json")),
         details={
             "failed": [finding.name for finding in findings if finding.status == "failed"],
-            "checks": [to_json(finding) for finding in findings],
+            "checks": [{key: value for key, value in asdict(row).items() if value not in ("", {})} for row in findings],
         },
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 Status = Literal["passed", "failed", "skipped"]
 
@@ -59,8 +59,3 @@ def table(findings: Sequence[Finding]) -> str:
         lines += ["", "what to do next"]
         lines += [f"  {finding.name:<{width}}  {finding.advice}" for finding in broken]
     return "\n".join(lines[1:])
-
-
-def to_json(finding: Finding) -> dict[str, Any]:
-    """Return a finding without its empty fields."""
-    return {name: value for name, value in asdict(finding).items() if value not in ("", {})}

@@ -62,25 +62,20 @@ class Setup:
         self.context = context
         self.version = 0
         """Policy version of the last push."""
-        self._loop = asyncio.Runner()
-        self._open = ExitStack()
+        self.resources = ExitStack()
+        """Closed at the end, last entered first."""
+        self._loop = self.resources.enter_context(asyncio.Runner())
         self._failed: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._open.close()
-        finally:
-            self._loop.close()
+        self.resources.close()
 
     def run(self, job: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop of the engine."""
         return self._loop.run(job)
-
-    def close_at_end(self, close: Callable[[], None]) -> None:
-        self._open.callback(close)
 
     def _attempt(self, otherwise: str, make: Callable[[], T]) -> T:
         """Return `make()`. If it raised before, raise SkippedError with the reason `otherwise`."""
@@ -132,8 +127,7 @@ class Setup:
 
     @cached_property
     def drafter(self) -> Path | None:
-        """Checkpoint of the learned drafter: the config's own or the policy's bundled one, None if there is neither.
-        Raises if it does not fit the policy."""
+        """Checkpoint of the config's learned drafter or the policy's bundled one. Raises if it does not fit."""
         return self._attempt("the drafter does not fit", self._find_drafter)
 
     def _find_drafter(self) -> Path | None:
@@ -190,7 +184,7 @@ class Setup:
             speculation=self.speculation,
         )
         engine = self.run(start)
-        self.close_at_end(lambda: self.run(engine.close()))
+        self.resources.callback(lambda: self.run(engine.close()))
         return engine
 
     def generate(self, temperature: float) -> list[Rollout]:
@@ -212,7 +206,7 @@ class Setup:
     @cached_property
     def rollouts(self) -> list[Rollout]:
         """Rollouts at the config's temperature, sampled before the first push."""
-        return self._attempt("the engine did not generate", lambda: self.generate(self.config.rollout.temperature))
+        return self._attempt("generation failed", lambda: self.generate(self.config.rollout.temperature))
 
     @cached_property
     def learner(self) -> FsdpLearner:
@@ -234,7 +228,7 @@ class Setup:
             temperature=self.config.rollout.temperature,
             device="gpu" if on_gpu else "cpu",
         )
-        self.close_at_end(learner.close)
+        self.resources.callback(learner.close)
         return learner
 
     def gap(self, rollouts: list[Rollout]) -> Mismatch:

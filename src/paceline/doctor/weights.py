@@ -31,7 +31,7 @@ def push(setup: Setup) -> Finding:
     if metrics["policy/skipped_steps"] or not metrics["policy/grad_norm"] > 0:
         return failed(f"the learner skipped its update, gradient norm {metrics['policy/grad_norm']:.2g}")
     sender = ShmSender()
-    setup.close_at_end(sender.close)
+    setup.resources.callback(sender.close)
     sent = stage(setup, sender)
     arrived = _arrived(setup, sent, setup.run(setup.engine.receive(sent)))
     if arrived.status == "failed":
