@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from paceline.orchestrator.slots import Slots, Trainer
 from paceline.types import Engine, Group
 
 _LOOK_AGAIN_S = 0.02
-_ACCOUNTED = [field.name for field in fields(Account) if field.name != "recall_s"]
 
 
 class OnlineDrafterTraining:
@@ -217,8 +216,8 @@ class OnlineDrafterTraining:
         return {**found, "draft/failures": float(failures - before)}
 
     def _metrics(self) -> Mapping[str, float]:
-        account, last = self._account(), self._last
-        step = {name: float(getattr(account, name) - getattr(last, name)) for name in _ACCOUNTED}
+        account, last = self._account(), asdict(self._last)
+        step = {name: float(now - last[name]) for name, now in asdict(account).items() if name != "recall_s"}
         recalls, account.recall_s = account.recall_s, []
         self._last = replace(account, recall_s=[])
         self._journal.places(self._slots.take_spans())
