@@ -21,8 +21,6 @@ from paceline.certify.lossless import (
     chi_square,
     examine,
     num_cells,
-    reference_draft,
-    reference_sample,
     surprise,
     token_classes,
     two_sample,
@@ -32,6 +30,36 @@ from paceline.certify.subject import INTERPRETED, read_trace
 from paceline.rollout.internals.rejection_sampler import Verification
 from paceline.rollout.sampler import refuse_lossy
 from paceline.types import Tokens
+
+
+def reference_sample(step: Verification) -> torch.Tensor:
+    """Sample speculatively, row by row: a slow, readable oracle for vLLM's sampler."""
+    num_rows, num_drafts = step.draft_ids_BK.shape
+    out_BL = torch.full((num_rows, num_drafts + 1), -1)
+    for row in range(num_rows):
+        p_LV = (step.logits_BLV[row].float() / step.temperature_B[row]).softmax(-1)
+        for position in range(num_drafts):
+            token = int(step.draft_ids_BK[row, position])
+            p_V = p_LV[position]
+            if step.proposal_BKV is None:
+                q_V = torch.zeros_like(p_V)
+                q_V[token] = 1.0
+            else:
+                q_V = step.proposal_BKV[row, position]
+            if torch.rand(()) * q_V[token] < p_V[token]:
+                out_BL[row, position] = token
+                continue
+            out_BL[row, position] = (p_V - q_V).clamp(min=0).multinomial(1)
+            break
+        else:
+            out_BL[row, -1] = p_LV[-1].multinomial(1)
+    return out_BL
+
+
+def reference_draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draft tokens and their distributions."""
+    probs_BKV = (logits_BKV.float() / temperature_B[:, None, None]).softmax(-1)
+    return probs_BKV.flatten(0, 1).multinomial(1).view(probs_BKV.shape[:2]), probs_BKV
 
 
 def quick_sample(step: Verification) -> torch.Tensor:

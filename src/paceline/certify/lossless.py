@@ -1,4 +1,4 @@
-"""Tests of whether speculation leaves the distribution unchanged, and a reference sampler.
+"""Tests of whether speculation leaves the distribution unchanged.
 
 Speculative sampling (Leviathan et al. 2022, arXiv 2211.17192) draws x from the drafter's q and keeps it with
 probability min(1, p(x) / q(x)). Otherwise, with probability sum(max(p - q, 0)), it draws from the normalized residual
@@ -58,36 +58,6 @@ _CHUNK = 500
 """Most rows of each temperature in one call of a sampler."""
 
 # Dimensions: B rows, K drafts, L = K + 1 positions, V vocabulary; N samples, T tokens, F counted events, M shuffles.
-
-
-def reference_sample(step: Verification) -> torch.Tensor:
-    """Sample speculatively, row by row: a slow, readable oracle for vLLM's sampler."""
-    num_rows, num_drafts = step.draft_ids_BK.shape
-    out_BL = torch.full((num_rows, num_drafts + 1), -1)
-    for row in range(num_rows):
-        p_LV = (step.logits_BLV[row].float() / step.temperature_B[row]).softmax(-1)
-        for position in range(num_drafts):
-            token = int(step.draft_ids_BK[row, position])
-            p_V = p_LV[position]
-            if step.proposal_BKV is None:
-                q_V = torch.zeros_like(p_V)
-                q_V[token] = 1.0
-            else:
-                q_V = step.proposal_BKV[row, position]
-            if torch.rand(()) * q_V[token] < p_V[token]:
-                out_BL[row, position] = token
-                continue
-            out_BL[row, position] = (p_V - q_V).clamp(min=0).multinomial(1)
-            break
-        else:
-            out_BL[row, -1] = p_LV[-1].multinomial(1)
-    return out_BL
-
-
-def reference_draft(logits_BKV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft tokens and their distributions."""
-    probs_BKV = (logits_BKV.float() / temperature_B[:, None, None]).softmax(-1)
-    return probs_BKV.flatten(0, 1).multinomial(1).view(probs_BKV.shape[:2]), probs_BKV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,12 +53,9 @@ class Answer:
     def speedup(self, lever: str) -> float:
         return self.arms["plain"].times.step_s / self.arms[lever].times.step_s
 
-    def generation_speedup(self, lever: str) -> float:
-        return self.arms["plain"].times.generation_s / self.arms[lever].times.generation_s
-
-    def range_of(self, speedup: float) -> tuple[float, float]:
-        """Return the range that held nine of ten held-out published cells."""
-        return speedup / (1 + HELDOUT_P90), speedup * (1 + HELDOUT_P90)
+    def range_of(self, lever: str) -> tuple[float, float]:
+        """Return the range of a lever's speed-up that held nine of ten held-out published cells."""
+        return self.speedup(lever) / (1 + HELDOUT_P90), self.speedup(lever) * (1 + HELDOUT_P90)
 
 
 def simulate_arm(question: Question, lever: str) -> Arm:
@@ -76,15 +73,12 @@ def simulate_arm(question: Question, lever: str) -> Arm:
     return Arm(layout=layout, times=simulate(asked))
 
 
-def levers(question: Question) -> list[str]:
-    absent = {"FP8"} if not question.has_fp8 else set()
-    absent |= {"idle-worker drafting"} if not question.has_training else set()
-    return [lever for lever in LEVERS if lever not in absent]
-
-
 def answer(question: Question, *, context: Context, sensitive: bool = True) -> Answer:
     arms: dict[str, Arm] = {}
-    for lever in levers(question):
+    possible = {"FP8": question.has_fp8, "idle-worker drafting": question.has_training}
+    for lever in LEVERS:
+        if not possible.get(lever, True):
+            continue
         arms[lever] = simulate_arm(question, lever)
         context.progress(f"{lever}: {arms[lever].times.step_s:.1f} s a step")
     sensitivity = _sensitivity(question, arms, context) if sensitive else {}
@@ -107,10 +101,8 @@ def _sensitivity(question: Question, arms: Mapping[str, Arm], context: Context) 
             found[f"accepted length {length:.2f}"] = plain_s / simulate_arm(asked, "speculation").times.step_s
     for factor in (0.5, 2.0):
         asked = replace(question, lengths=question.lengths.scaled(factor))
-        arm = simulate_arm(asked, "plain")
-        found[f"responses {factor:g} times as long"] = (
-            arm.times.step_s / simulate_arm(asked, "speculation").times.step_s
-        )
+        plain_s, fast_s = (simulate_arm(asked, lever).times.step_s for lever in ("plain", "speculation"))
+        found[f"responses {factor:g} times as long"] = plain_s / fast_s
     context.progress("sensitivity: done")
     return found
 
@@ -135,12 +127,10 @@ def _limits(question: Question, arms: Mapping[str, Arm]) -> tuple[str, ...]:
             lines.append(
                 f"step times were measured on {costs.measured_on or 'an engine that the cost file does not name'}"
             )
-    batch = min(-(-question.num_rollouts // plain.layout.num_engines), question.max_num_seqs)
     model = engine_model(question, plain.layout.tensor_parallel, alpha=None)
     if isinstance(model, EngineModel):
-        context = question.prompt_tokens + question.lengths.mean / 2
-        for size, what in ((batch, "at first"), (1, "in the tail")):
-            parts = model.parts_s(size, 0, context if size > 1 else question.lengths.maximum)
+        for size, what in ((_first_batch(question, plain), "at first"), (1, "in the tail")):
+            parts = model.parts_s(size, 0, question.mean_context if size > 1 else question.lengths.maximum)
             most = max(parts, key=parts.__getitem__)
             lines.append(
                 f"{what} ({size} requests an engine) {parts[most] / sum(parts.values()):.0%} of an engine's step is "
@@ -151,6 +141,11 @@ def _limits(question: Question, arms: Mapping[str, Arm]) -> tuple[str, ...]:
                 f"the KV cache overflows: {times.num_preempted} preemptions; FP8 or more GPUs for each engine make room"
             )
     return tuple(lines)
+
+
+def _first_batch(question: Question, arm: Arm) -> int:
+    """Return the requests of an engine at the start of a step."""
+    return min(-(-question.num_rollouts // arm.layout.num_engines), question.max_num_seqs)
 
 
 def _trainable_tokens(question: Question, arm: Arm) -> float:
@@ -173,8 +168,7 @@ def step_gain(model: StepModel, batch: int, context: float) -> tuple[int, float]
 
 def _warnings(question: Question, arms: Mapping[str, Arm]) -> tuple[str, ...]:
     plain, fast = arms["plain"], arms["speculation"]
-    batch = min(-(-question.num_rollouts // plain.layout.num_engines), question.max_num_seqs)
-    context = question.prompt_tokens + question.lengths.mean / 2
+    batch, context = _first_batch(question, plain), question.mean_context
     model = engine_model(question, plain.layout.tensor_parallel, alpha=question.accepted_length)
     lines = []
     gain = plain.times.step_s / fast.times.step_s
@@ -215,9 +209,8 @@ def result(found: Answer, *, details: Mapping[str, Any] | None = None) -> Result
         word = lever.replace(" ", "_").replace("-", "_").lower()
         figures[f"step_s_{word}"], spread[f"step_s_{word}"] = arm.times.step_s, 0.0
         if lever != "plain":
-            speedup = found.speedup(lever)
-            low, high = found.range_of(speedup)
-            figures[f"speedup_{word}"], spread[f"speedup_{word}"] = speedup, high - low
+            low, high = found.range_of(lever)
+            figures[f"speedup_{word}"], spread[f"speedup_{word}"] = found.speedup(lever), high - low
     question = found.question
     config = {
         "model": question.shape.name,
@@ -266,7 +259,7 @@ def text(found: Answer) -> str:
         stages = "".join(f"{arm.times.stages_s[stage]:11.1f}s" for stage in STAGES if stage != "prepare")
         gain = ""
         if lever != "plain":
-            low, high = found.range_of(found.speedup(lever))
+            low, high = found.range_of(lever)
             gain = f"{found.speedup(lever):.2f} ({low:.2f} to {high:.2f})"
         layout = f"{arm.layout.num_engines} engines x {arm.layout.tensor_parallel}, learner {arm.layout.learner_gpus}"
         lines.append(f"{lever:22}{arm.times.step_s:7.1f}s{stages}   {gain:22}{layout}")

@@ -143,8 +143,6 @@ class EngineModel:
     gpu: Gpu
     shape: ModelShape
     tensor_parallel: int = 1
-    expert_parallel: bool = False
-    """Place each expert whole on one GPU: all-to-all of tokens instead of all-reduce."""
     weights: Precision = "bf16"
     kv_cache: Precision = "bf16"
     drafter: DrafterKind | None = None
@@ -175,8 +173,12 @@ class EngineModel:
     def _capacity(self) -> float:
         room = self.tensor_parallel * (self.memory_utilization * self.gpu.memory_gb - RESERVE_GB) * 1e9
         room -= self.shape.weight_bytes(self.weights) + self.draft_params * BYTES["bf16"]
+        return room / self._kv_bytes_per_token
+
+    @property
+    def _kv_bytes_per_token(self) -> float:
         copies = self.tensor_parallel if self.shape.kv_rank else max(1.0, self.tensor_parallel / self.shape.kv_heads)
-        return room / (self.shape.kv_bytes_per_token(self.kv_cache) * copies)
+        return self.shape.kv_bytes_per_token(self.kv_cache) * copies
 
     def step_s(self, num_requests: int, k: int, context: float) -> float:
         key = (num_requests, k, round(log(max(context, 1.0)) / 0.03))  # round contexts to 3 % for cache hits
@@ -220,28 +222,16 @@ class EngineModel:
 
     def _attention_s(self, num_requests: int, num_tokens: float, context: float) -> float:
         shape = self.shape
-        copies = self.tensor_parallel if shape.kv_rank else max(1.0, self.tensor_parallel / shape.kv_heads)
-        reading = num_requests * context * shape.kv_bytes_per_token(self.kv_cache) * copies / self._bandwidth
-        layers = shape.layers if shape.cached_layers is None else shape.cached_layers
-        products = 4 * num_tokens * context * shape.heads * shape.head_dim * layers / self._flops("bf16")
+        reading = num_requests * context * self._kv_bytes_per_token / self._bandwidth
+        products = 4 * num_tokens * context * shape.heads * shape.head_dim * shape.kv_layers / self._flops("bf16")
         return self._smooth_max(reading, products)
 
     def _communication_s(self, num_tokens: float) -> float:
         gpus = self.tensor_parallel
         if gpus == 1:
             return 0.0
-        share = (gpus - 1) / gpus
-        hidden_bytes = 2.0 * num_tokens * self.shape.hidden
-        reduce_s = self.constants.all_reduce_s + 2 * share * hidden_bytes / (self.gpu.link_gb_s * 1e9)
-        moe_s = reduce_s
-        if self.expert_parallel and self.shape.experts:
-            sent = hidden_bytes * self.shape.experts_per_token * share / gpus
-            moe_s = 2 * (self.constants.all_reduce_s + sent / (self.gpu.link_gb_s * 1e9))
-        return (
-            self.shape.layers * reduce_s
-            + self.shape.moe_layers * moe_s
-            + (self.shape.layers - self.shape.moe_layers) * reduce_s
-        )
+        sent = (gpus - 1) / gpus * 2.0 * num_tokens * self.shape.hidden
+        return 2 * self.shape.layers * (self.constants.all_reduce_s + 2 * sent / (self.gpu.link_gb_s * 1e9))
 
     @cached_property
     def draft_params(self) -> float:

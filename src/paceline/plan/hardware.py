@@ -126,10 +126,13 @@ class ModelShape:
         experts = self.moe_layers * self.experts * self.expert_params * self.expert_coverage(num_tokens)
         return 2.0 * head + BYTES[precision] * (self.fixed_params - head) + self._expert_bytes(precision) * experts
 
+    @property
+    def kv_layers(self) -> int:
+        return self.layers if self.cached_layers is None else self.cached_layers
+
     def kv_bytes_per_token(self, precision: Precision) -> float:
-        layers = self.layers if self.cached_layers is None else self.cached_layers
         width = self.kv_rank + self.rope_dim if self.kv_rank else 2 * self.kv_heads * self.head_dim
-        return layers * width * BYTES[precision]
+        return self.kv_layers * width * BYTES[precision]
 
     def _expert_bytes(self, precision: Precision) -> float:
         return BYTES[precision] if self.expert_bytes is None else self.expert_bytes

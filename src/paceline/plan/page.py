@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.context import Context
-from paceline.plan.answer import LEVERS, Answer, levers, simulate_arm
+from paceline.plan.answer import Answer, simulate_arm
 from paceline.plan.question import Question
 from paceline.plan.recipe import recommended
 from paceline.plan.run_model import STAGES
@@ -73,7 +73,7 @@ def write_plan_page(found: Answer, path: Path, *, scaling: Sweep | None = None) 
         path,
         "plan.html",
         answer=found,
-        levers=levers(found.question)[1:],
+        levers=list(found.arms)[1:],
         notes=notes,
         config=recommended(found),
         stages={lever: dict(arm.times.stages_s) for lever, arm in found.arms.items()},
@@ -83,7 +83,7 @@ def write_plan_page(found: Answer, path: Path, *, scaling: Sweep | None = None) 
 
 def _stages_panel(found: Answer) -> Panel:
     figure, axes = new_plot(0.8 + 0.34 * len(found.arms))
-    names = [lever for lever in LEVERS if lever in found.arms]
+    names = list(found.arms)
     left = [0.0] * len(names)
     for stage, color in zip(STAGES, (BLUE, GREY, ORANGE, GREEN, PINK), strict=True):
         seconds = [found.arms[lever].times.stages_s[stage] for lever in names]

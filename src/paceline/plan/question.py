@@ -66,6 +66,11 @@ class Question:
             )
 
     @property
+    def mean_context(self) -> float:
+        """Return the mean context of a request over its generation."""
+        return self.prompt_tokens + self.lengths.mean / 2
+
+    @property
     def has_training(self) -> bool:
         """Whether drafter training can be planned: a learned drafter and no measured costs."""
         return self.costs is None and self.drafter in ("eagle3", "dflash")
@@ -109,9 +114,7 @@ def tensor_parallel(question: Question) -> int:
     """Return the fewest GPUs that hold the policy and the contexts of 16 usual requests and of the longest."""
     if question.tensor_parallel is not None:
         return question.tensor_parallel
-    wanted = max(
-        16 * (question.prompt_tokens + question.lengths.mean / 2), question.prompt_tokens + question.lengths.maximum
-    )
+    wanted = max(16 * question.mean_context, question.prompt_tokens + question.lengths.maximum)
     size, error = 1, None
     while size <= min(64, question.num_gpus):
         try:
@@ -178,7 +181,7 @@ def _estimate_s(question: Question, layout: Layout, *, gain: float, max_age: int
     response."""
     plain = scenario(question, layout, alpha=None, precision="bf16", max_age=max_age)
     batch = min(max(question.num_rollouts // layout.num_engines, 1), question.max_num_seqs)
-    context = question.prompt_tokens + question.lengths.mean / 2
+    context = question.mean_context
     tokens = question.num_rollouts * question.lengths.mean
     rate = layout.num_engines * batch / plain.model.step_s(batch, 0, context)
     tail_s = question.lengths.maximum * plain.model.step_s(max(batch // 8, 1), 0, 2 * context)

@@ -102,7 +102,7 @@ def recommended(found: Answer) -> str:
         f"max_tokens = {question.lengths.maximum}",
         "",
         "[rollout.engine]",
-        f"max_model_len = {_round_up(question.lengths.maximum + 4 * question.prompt_tokens)}",
+        f"max_model_len = {-(-(question.lengths.maximum + 4 * question.prompt_tokens) // 256) * 256}",
         f"max_num_seqs = {question.max_num_seqs}",
         f"tensor_parallel_size = {arm.layout.tensor_parallel}",
         "",
@@ -128,10 +128,6 @@ def _speculation(found: Answer) -> list[str]:
         mode = f'mode = "off"  # "idle" would make it {gain:.2f} times plain; see docs/support.md'
         lines += ["", "[speculation.training]", mode]
     return lines
-
-
-def _round_up(number: int, to: int = 256) -> int:
-    return -(-number // to) * to
 
 
 def check(toml: str) -> Config:
