@@ -29,7 +29,7 @@ from paceline.certify.lossless import (
 from paceline.certify.subject import INTERPRETED, read_trace
 from paceline.rollout.internals.rejection_sampler import Verification
 from paceline.rollout.sampler import refuse_lossy
-from paceline.types import Tokens
+from paceline.types import GroupId, RolloutId, Tokens
 
 
 def reference_sample(step: Verification) -> torch.Tensor:
@@ -289,9 +289,13 @@ def test_a_trace_that_lost_steps_is_refused() -> None:
 
 def test_trace_is_read_by_rollout(tmp_path: Path) -> None:
     trace = tmp_path / "steps.jsonl"
-    lines = [{"requests": [["3:0-a1b2", 0, 1], ["3:1-77f0", 0, 1]]}, {"requests": [["3:1-77f0", 2, 3]]}]
+    first, second = RolloutId(GroupId(3), 0), RolloutId(GroupId(3), 1)
+    lines = [
+        {"requests": [[f"{first}-a1b2", 0, 1], [f"{second}-77f0", 0, 1]]},
+        {"requests": [[f"{second}-77f0", 2, 3]]},
+    ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_trace(trace) == {(3, 0): [(0, 1)], (3, 1): [(0, 1), (2, 3)]}
+    assert read_trace(trace) == {first: [(0, 1)], second: [(0, 1), (2, 3)]}
 
 
 def test_first_difference() -> None:
