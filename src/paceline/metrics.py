@@ -31,6 +31,35 @@ _BLOCK_STEPS = 8
 """Consecutive steps to keep or drop together: in asynchronous training, generation spans several steps."""
 _DETAIL_LINE = re.compile(rb'\{"kind": "(?:%s)", "step": (\d+),' % "|".join(DETAILS).encode())
 
+PER_STEP = {
+    "selector/failures": "the selector raised an exception; the step ran without drafts",
+    "selector/trace_failures": "the scheduler could not write its trace",
+    "history/failures": "the history drafter raised an exception; the step ran without drafts",
+    "history/broken_files": "could not read rollouts of another engine",
+    "draft/alarms": "acceptance dropped suddenly: the drafter may be broken",
+    "draft/restored": "a worker's drafter lost weights in a reload or during sleep; they were restored",
+    "draft/restore_failures": "could not keep or restore a drafter's weights",
+    "draft/hand_over_failures": "could not write hidden states for drafter training",
+    "draft/failures": "drafter training failed; it continued at the next step, or ended",
+    "engine/lost": "an engine was lost; other engines took its rollouts",
+    "learner/restarted": "the learner was lost; it was restarted from its state",
+    "rollout/quarantined_groups": "a group was dropped because its prompt may crash engines",
+    "engine/preemptions": "requests were preempted for lack of KV cache and recomputed",
+    "engine/metrics_failed": "an engine did not report its counters in time",
+    "sync/failed": "an engine did not accept a weight push",
+    "sync/refused": "a push was refused before it changed the model",
+    "checkpoint/failed": "could not write a checkpoint or data for a resumed run",
+}
+"""Metrics that count failures per step, with their meaning."""
+SINCE_START = {
+    "reward/failures": "the reward function raised an exception, timed out, exited or returned no finite number",
+    "draft/broken_buffer_files": "could not read files of drafter training",
+    "draft/checkpoints_failed": "could not write checkpoints of the drafter",
+    "metrics/sink_errors": "records that a sink did not accept",
+    "metrics/records_lost": "records that could not be written to metrics.jsonl",
+}
+"""Metrics that count failures since the start of the run, with their meaning."""
+
 
 class Metric(Protocol):
     """A value that can be merged with another of its kind and read as a number."""

@@ -216,4 +216,4 @@ def test_failures_stand_at_the_end_of_the_step_line():
     sink.write("step", {"step": 1, "metrics": METRICS | speculation | troubles})
     (line,) = out.getvalue().splitlines()
     assert "accepted length 2.41  draft length 3.10" in line
-    assert line.endswith("3 selector failures, 1,200 preemptions")
+    assert line.endswith("3 selector/failures, 1,200 engine/preemptions")

@@ -278,8 +278,8 @@ def test_file_is_json_that_other_programs_can_read(tmp_path: Path):
 
 def test_counters_and_failures_are_documented() -> None:
     """A number that nobody can look up is not told."""
+    from paceline.metrics import PER_STEP, SINCE_START
     from paceline.orchestrator.engine_counters import SHARES, SUMS
-    from paceline.report.summary import PER_STEP, SINCE_START
 
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert [key for key in (*SUMS, *SHARES, *PER_STEP, *SINCE_START) if f"`{key}`" not in page] == []

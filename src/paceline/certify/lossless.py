@@ -202,8 +202,6 @@ def chi_square(counts_V: Counts, p_V: Doubles) -> tuple[float, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoSample:
-    """Comparison of two engines on the same prompts."""
-
     p_value: float
     total_variation: float
     """Mean over prompts and positions of half the sum of absolute differences in token frequency."""

@@ -33,16 +33,12 @@ LEVERS = ("plain", "speculation", "idle-worker drafting", "FP8", "asynchrony", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One simulated run."""
-
     layout: Layout
     times: Times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Result of a plan."""
-
     question: Question
     arms: Mapping[str, Arm]
     sensitivity: Mapping[str, float]
@@ -245,7 +241,6 @@ def result(found: Answer, *, details: Mapping[str, Any] | None = None) -> Result
 
 
 def text(found: Answer) -> str:
-    """Format the answer for a terminal."""
     question = found.question
     lines = [
         f"{question.shape.name} on {question.num_gpus} {question.gpu.name}: {question.num_rollouts} rollouts a step, "

@@ -130,7 +130,6 @@ class BatchingEngine:
         return self._context_base + len(self._running) * self._clock
 
     def _stop(self) -> None:
-        """End the span and count its steps."""
         span, self._span = self._span, None
         if span is None:
             return

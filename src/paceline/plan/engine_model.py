@@ -71,8 +71,6 @@ class Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """One draft length."""
-
     verified: int
     """Tokens per request in the policy's step, the undrafted token included."""
     passes: float

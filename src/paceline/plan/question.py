@@ -31,8 +31,6 @@ LEARNER_BYTES = 18.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Model, cluster, batch and response lengths."""
-
     shape: ModelShape
     gpu: Gpu
     num_gpus: int
@@ -82,8 +80,6 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """GPUs of engines and learner."""
-
     tensor_parallel: int
     num_engines: int
     learner_gpus: int

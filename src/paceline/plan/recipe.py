@@ -131,7 +131,6 @@ def _speculation(found: Answer) -> list[str]:
 
 
 def check(toml: str) -> Config:
-    """Read the config as `paceline train` does."""
     return Config.model_validate(tomllib.loads(toml))
 
 

@@ -76,8 +76,6 @@ class Times:
 
 
 class _Steps:
-    """Sink that keeps the metrics of each step."""
-
     def __init__(self) -> None:
         self.steps: list[Mapping[str, float]] = []
 

@@ -47,8 +47,6 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Asyncio loop with simulated time()."""
-
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
         super().__init__(self._clock)
@@ -121,8 +119,6 @@ def finished_rollout(
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedLearner:
-    """Takes time proportional to the number of tokens."""
-
     seconds_per_token: float = 0.0
 
     async def score(

@@ -29,8 +29,8 @@ from paceline.report.plots import (
     row_inches,
     step_axis,
 )
-from paceline.report.recorded import Floats, RecordedRun, StepSlots
-from paceline.report.summary import middle_of, moved, number, percent, smooth
+from paceline.report.recorded import Floats, RecordedRun, StepSlots, ends
+from paceline.report.summary import middle_of, moved, number, percent, smooth, steps_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ _OUTCOMES = {
     "drafter_switched": ("switched", "o", BLUE),
 }
 _FEW = 5
-"""Steps compared between the beginning and the end of a run."""
+"""Steps at the end of two compared runs."""
 
 
 def trained(run: RecordedRun) -> bool:
@@ -53,8 +53,9 @@ def trained(run: RecordedRun) -> bool:
 
 def drafter_panels(run: RecordedRun, *, step: int | None = None, against: RecordedRun | None = None) -> list[Panel]:
     """Return no panels for runs that did not train a drafter, unless a comparison is requested."""
-    for name, compared in (("run", run), ("against", against)):
-        if against is not None and compared is not None and not np.isfinite(_alpha(compared)).any():
+    named = {} if against is None else {"run": run, "against": against}
+    for name, compared in named.items():
+        if not np.isfinite(_alpha(compared)).any():
             raise ValueError(
                 f"{name}: got {compared.name}, which has no accepted length; must be a run with speculation"
             )
@@ -69,7 +70,6 @@ def drafter_panels(run: RecordedRun, *, step: int | None = None, against: Record
 
 
 def drafter_rows(run: RecordedRun) -> list[tuple[str, str]]:
-    """Return a table of the cost and the results of training."""
     if not trained(run):
         return []
     leasable_s, training_s = (float(np.nansum(run.series(f"draft/{key}"))) for key in ("leasable_s", "training_s"))
@@ -113,9 +113,8 @@ def _acceptance_panel(run: RecordedRun, against: RecordedRun | None) -> Panel:
     else:
         axes = strip = figure.add_subplot()
     draw_acceptance(axes, run, run.name, BLUE)
-    alpha = _alpha(run)[np.isfinite(_alpha(run))]
-    few = max(1, min(_FEW, len(alpha) // 2))
-    title = f"Accepted length {moved(middle_of(alpha[:few]), middle_of(alpha[few:][-few:]))}"
+    alpha = _alpha(run)[np.isfinite(_alpha(run))].tolist()
+    title = f"Accepted length {moved(*map(middle_of, ends(alpha)))}"
     note = "Tokens per verification, at least 1. Dots are steps, lines the mean of 5 steps."
     steps = list(run.steps)
     if against is not None:
@@ -179,7 +178,7 @@ def _places_panel(window: Sequence[StepSlots]) -> Panel:
     num_engines = len({span.engine for places in window for span in places.spans})
     figure, axes = new_plot(1.0 + row_inches(num_engines) * num_engines)
     draw_places(axes, window)
-    steps = f"Step {window[0].step}" if len(window) == 1 else f"Steps {window[0].step} to {window[-1].step}"
+    steps = steps_words(window[0].step, window[-1].step).capitalize()
     share = {doing: sum(places.seconds(doing) for places in window) for doing in DOING}
     train, idle = (percent(share[doing] / sum(share.values())) for doing in ("train", "idle"))
     title = f"{steps}: engines train the drafter for {train} of their time and are idle for {idle}"
@@ -259,15 +258,13 @@ def _updates_panel(run: RecordedRun, updates: Sequence[DrafterUpdate]) -> Panel:
     title = "No update was better than the drafter in the engines"
     if published := [update.gain_s for update in updates if update.published]:
         costs = [update.expected_cost_s for update in updates]
-        gain, cost = (number(middle_of(np.array(values)), "{:.1f} s") for values in (published, costs))
+        gain, cost = (number(middle_of(values), "{:.1f} s") for values in (published, costs))
         title = f"A published update gains {gain}, at an expected cost of {cost} (median)"
     note = (
         "Seconds of generation saved over the expected life of an update: expected at the decision to train, and "
         "measured on held-out documents."
     )
-    training_s, publish_s = (
-        middle_of(np.array(values)) for values in zip(*((u.training_s, u.publish_s) for u in updates), strict=True)
-    )
+    training_s, publish_s = middle_of([u.training_s for u in updates]), middle_of([u.publish_s for u in updates])
     if training_s is not None and publish_s is not None:
         note += f" An update took {training_s:.1f} s of training and {publish_s:.2f} s to publish (median)."
     return panel(figure, title, note)

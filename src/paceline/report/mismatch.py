@@ -29,8 +29,8 @@ from paceline.report.plots import (
     panel,
     step_axis,
 )
-from paceline.report.recorded import Floats, RecordedRun
-from paceline.report.summary import middle_of, percent
+from paceline.report.recorded import Floats, RecordedRun, ends
+from paceline.report.summary import middle_of, percent, steps_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,11 +45,9 @@ _LEVELS = {
     Level.SKIP: PINK,
     Level.STOP: RED,
 }
-_LIMITS = {"correct": SKY, "mask": BLUE, "raise_precision": ORANGE, "skip": PINK}
 _LEAST_SHOWN = 1e-5
 _MOST_ENGINES = 16
 """Most engines drawn as lines of their own."""
-_FEW = 5
 _MIDDLE = 1e-5
 """Smaller log-ratios are rounding, drawn as one bin."""
 
@@ -113,10 +111,11 @@ def _draw_k3(axes: Axes, run: RecordedRun, k3: Floats, floor: Floats) -> None:
         return
     high = float(shown.max())
     guard = run.config.get("guard", {})
-    for name, color in _LIMITS.items():
-        if name in guard and guard[name] <= 30 * high:  # a limit far above would flatten the curve
-            axes.axhline(guard[name], color=color, linewidth=1.2, linestyle=":")
-            high = max(high, guard[name])
+    for row, color in _LEVELS.items():
+        limit = guard.get(row.name.lower())
+        if limit is not None and limit <= 30 * high:  # a limit far above would flatten the curve
+            axes.axhline(limit, color=color, linewidth=1.2, linestyle=":")
+            high = max(high, limit)
     # A learner in FP32 agrees with itself to 1e-13, far below the mismatch that must stay visible.
     low = max(shown.min(), _LEAST_SHOWN * high)
     limits = (10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(high) + 0.1))
@@ -142,8 +141,7 @@ def _positive(values: Floats) -> Floats:
 def _histogram_panel(mismatches: Sequence[Mapping[str, Any]]) -> Panel:
     """Plot learner over engine in the first and the last steps. Left of the middle the learner finds tokens less
     likely."""
-    size = max(1, min(_FEW, len(mismatches) // 2))
-    parts = [part for part in (mismatches[:size], mismatches[size:][-size:]) if part]
+    parts = [part for part in ends(mismatches) if part]
     figure, axes = new_plot(2.5, half=True)
     edges = np.clip(HISTOGRAM_EDGES, -10 * np.sqrt(10), 10 * np.sqrt(10))
     is_far = (edges[:-1] >= np.log(2) * 0.99) | (edges[1:] <= -np.log(2) * 0.99)
@@ -152,7 +150,7 @@ def _histogram_panel(mismatches: Sequence[Mapping[str, Any]]) -> Panel:
         counts = np.sum([record["counts"] for record in part], axis=0)
         share = counts / max(1, counts.sum())
         floor = 0.5 / max(1, counts.sum())
-        label = f"step {part[0]['step']}" if len(part) == 1 else f"steps {part[0]['step']} to {part[-1]['step']}"
+        label = steps_words(part[0]["step"], part[-1]["step"])
         heights = 100 * np.maximum(share, floor)
         axes.stairs(heights, edges, baseline=100 * floor, color=color, linewidth=1.4, label=label)
     axes.set_xscale("symlog", linthresh=_MIDDLE, linscale=0.4)

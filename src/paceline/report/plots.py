@@ -61,7 +61,6 @@ class Panel:
 
 
 def drawing() -> AbstractContextManager[None]:
-    """Return a context in which figures are drawn in the pages' style."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -98,7 +97,6 @@ def panel(figure: Figure, title: str, note: str = "", *, columns: int = 4) -> Pa
 
 
 def step_axis(axes: Axes, first: int, last: int) -> None:
-    """Label the x axis with whole RL steps."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel="step", xlim=(first - 0.5, last + 0.5))
@@ -119,7 +117,6 @@ def bar_rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def shades(count: int) -> list[Any]:
-    """Return colors for an ordered series."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](0.15 + 0.7 * number / max(1, count - 1)) for number in range(count)]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from paceline.metrics import stream_metrics
 
 Floats = npt.NDArray[np.float64]
 Interval = tuple[float, float]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,8 +44,6 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSpan:
-    """One use of an engine's device."""
-
     engine: str
     doing: str
     """generate, train, idle or waking."""
@@ -55,8 +54,6 @@ class SlotSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSlots:
-    """Uses of all engines' devices in one step."""
-
     step: int
     spans: tuple[SlotSpan, ...]
 
@@ -130,10 +127,11 @@ class RecordedRun:
             batch for batch in self.rollouts if missing.isdisjoint(range(batch.step - age, batch.step + age + 1))
         )
 
-    def first_and_last(self) -> tuple[tuple[StepRollouts, ...], tuple[StepRollouts, ...]]:
-        """Return the first and the last few steps, without overlap: a run of one step has no last steps."""
-        size = max(1, min(5, len(self.rollouts) // 2))
-        return self.rollouts[:size], self.rollouts[size:][-size:]
+
+def ends(items: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """Return the first and the last few items, without overlap: a single item has no last items."""
+    size = max(1, min(5, len(items) // 2))
+    return items[:size], items[size:][-size:]
 
 
 def read_run(run_dir: Path) -> RecordedRun:

@@ -30,7 +30,7 @@ from paceline.report.plots import (
     row_inches,
     step_axis,
 )
-from paceline.report.recorded import Floats, Interval, RecordedRun, StepRollouts, read_run
+from paceline.report.recorded import Floats, Interval, RecordedRun, StepRollouts, ends, read_run
 from paceline.report.render import write_page
 from paceline.report.summary import (
     RunSummary,
@@ -41,6 +41,7 @@ from paceline.report.summary import (
     occupancy,
     percent,
     smooth,
+    steps_words,
     subtract,
     summary,
     truncated_of,
@@ -132,7 +133,6 @@ def _step_axis(axes: Axes, run: RecordedRun) -> None:
 
 
 def learning_panel(run: RecordedRun, figures: RunSummary) -> Panel:
-    """Plot reward and held-out accuracy over the steps of a run."""
     figure, axes = new_plot(3.0)
     steps, reward = np.array(run.steps), run.series("reward/mean")
     axes.plot(steps, reward, "o", color=SKY, markersize=4, markeredgewidth=0, label="reward of a step")
@@ -203,13 +203,13 @@ def length_histogram(lengths: Sequence[Sequence[int]], num_bins: int = 40) -> tu
 
 def _lengths_panel(run: RecordedRun) -> Panel:
     figure, axes = new_plot(3.0)
-    parts = [part for part in run.first_and_last() if part]
+    parts = [part for part in ends(run.rollouts) if part]
     lengths = [np.concatenate([batch.length for batch in part]) for part in parts]
     edges, shares = length_histogram([values.tolist() for values in lengths])
     floor = 0.5 / max(len(values) for values in lengths)  # half a rollout: a bin of one is visible, an empty one is not
     for part, values, share, color in zip(parts, lengths, shares, (BLUE, ORANGE), strict=False):
         median, p99 = np.median(values), np.quantile(values, 0.99)
-        steps = f"step {part[0].step}" if len(part) == 1 else f"steps {part[0].step} to {part[-1].step}"
+        steps = steps_words(part[0].step, part[-1].step)
         label = f"{steps}: median {median:.0f}, p99 {p99:.0f}, longest {values.max()}"
         if (cut := truncated_of(run, part)) is not None:
             label += f", {percent(cut)} truncated"

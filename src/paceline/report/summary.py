@@ -22,8 +22,9 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from paceline.metrics import Mean
-from paceline.report.recorded import Floats, Interval, RecordedRun, StepRollouts, read_run
+from paceline.context import duration
+from paceline.metrics import PER_STEP, SINCE_START
+from paceline.report.recorded import Floats, Interval, RecordedRun, StepRollouts, ends, read_run
 
 # Sets of time: sorted disjoint intervals.
 
@@ -55,8 +56,6 @@ def seconds(intervals: Iterable[Interval]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
-    """Idle time of engines."""
-
     idle: Mapping[str, Sequence[Interval]]
     """By engine."""
     tail: Sequence[Interval]
@@ -149,8 +148,6 @@ def in_flight(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """A formatted figure."""
-
     label: str
     value: str
     note: str
@@ -160,7 +157,6 @@ class Headline:
 class RunSummary:
     """Headline figures of a run. None for figures that need unrecorded data."""
 
-    name: str
     num_steps: int
     planned_steps: int | None
     duration_s: float
@@ -184,7 +180,6 @@ class RunSummary:
     num_redispatched: int
 
     def headlines(self) -> list[Headline]:
-        """Return rows of a table or a page."""
         whole = self.planned_steps in (None, self.num_steps)
         rows = (
             ("Held-out accuracy", _change(self.accuracy_start, self.accuracy_end), "first and last evaluation"),
@@ -208,15 +203,13 @@ class RunSummary:
 
 
 def summary(run: Path | RecordedRun) -> RunSummary:
-    """Return the headline figures of a run or of its directory."""
     run = read_run(run) if isinstance(run, Path) else run
-    first, last = run.first_and_last()
+    first, last = ends(run.rollouts)
     phases = run.whole_phases()
     whole = occupancy(run.rollouts, phases=phases, evals=run.eval_intervals) if phases else None
     step_s, generation_s = run.series("time/step"), run.series("time/generation")
     lost = [event for event in run.events if event["what"] == "engine_lost"]
     return RunSummary(
-        name=run.name,
         num_steps=len(run.steps),
         planned_steps=run.planned_steps,
         duration_s=run.duration_s,
@@ -244,17 +237,20 @@ def reward_of(batches: Sequence[StepRollouts]) -> float | None:
 def truncated_of(run: RecordedRun, batches: Sequence[StepRollouts]) -> float | None:
     """Return the share of truncated rollouts, each step weighted by its rollouts."""
     shares = dict(zip(run.steps, run.series("rollout/truncated_share").tolist(), strict=True))
-    known = [
-        (shares[batch.step], len(batch.length)) for batch in batches if np.isfinite(shares.get(batch.step, np.nan))
-    ]
-    return (
-        Mean(sum(share * count for share, count in known), sum(count for _, count in known)).value() if known else None
-    )
+    known = [batch for batch in batches if np.isfinite(shares.get(batch.step, np.nan))]
+    counts = [len(batch.length) for batch in known]
+    return float(np.average([shares[batch.step] for batch in known], weights=counts)) if known else None
 
 
-def middle_of(values: Floats) -> float | None:
-    finite = values[np.isfinite(values)].tolist()
+def middle_of(values: Sequence[float] | Floats) -> float | None:
+    """Return the median of the finite values."""
+    finite = np.asarray(values, dtype=np.float64)
+    finite = finite[np.isfinite(finite)].tolist()
     return median(finite) if finite else None
+
+
+def steps_words(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def smooth(values: Floats, size: int = 5) -> Floats:
@@ -280,12 +276,6 @@ def percent(share: float | None) -> str:
     return f"{100 * share:.1f} %" if 0 < share < 0.095 else f"{100 * share:.0f} %"
 
 
-def duration(duration_s: float) -> str:
-    if duration_s < 120:
-        return f"{duration_s:.0f} s"
-    return f"{duration_s / 60:.0f} min" if duration_s < 7200 else f"{duration_s / 3600:.1f} h"
-
-
 def number(value: float | None, form: str) -> str:
     return "n/a" if value is None else form.format(value)
 
@@ -295,35 +285,6 @@ def _change(start: float | None, end: float | None) -> str:
 
 
 # Failures.
-
-PER_STEP = {
-    "selector/failures": "the selector raised an exception; the step ran without drafts",
-    "selector/trace_failures": "the scheduler could not write its trace",
-    "history/failures": "the history drafter raised an exception; the step ran without drafts",
-    "history/broken_files": "could not read rollouts of another engine",
-    "draft/alarms": "acceptance dropped suddenly: the drafter may be broken",
-    "draft/restored": "a worker's drafter lost weights in a reload or during sleep; they were restored",
-    "draft/restore_failures": "could not keep or restore a drafter's weights",
-    "draft/hand_over_failures": "could not write hidden states for drafter training",
-    "draft/failures": "drafter training failed; it continued at the next step, or ended",
-    "engine/lost": "an engine was lost; other engines took its rollouts",
-    "learner/restarted": "the learner was lost; it was restarted from its state",
-    "rollout/quarantined_groups": "a group was dropped because its prompt may crash engines",
-    "engine/preemptions": "requests were preempted for lack of KV cache and recomputed",
-    "engine/metrics_failed": "an engine did not report its counters in time",
-    "sync/failed": "an engine did not accept a weight push",
-    "sync/refused": "a push was refused before it changed the model",
-    "checkpoint/failed": "could not write a checkpoint or data for a resumed run",
-}
-"""Metrics that count failures per step, and their meaning."""
-SINCE_START = {
-    "reward/failures": "the reward function raised an exception, timed out, exited or returned no finite number",
-    "draft/broken_buffer_files": "could not read files of drafter training",
-    "draft/checkpoints_failed": "could not write checkpoints of the drafter",
-    "metrics/sink_errors": "records that a sink did not accept",
-    "metrics/records_lost": "records that could not be written to metrics.jsonl",
-}
-"""Metrics that count failures since the start of the run, and their meaning."""
 
 
 def failure_rows(run: RecordedRun) -> list[tuple[str, str]]:
