@@ -30,6 +30,7 @@ def run(*, context: Context, num_rollouts: int = 100_000, repetitions: int = 3) 
     config = load_config(
         None,
         [
+            "policy.model=simulated",
             f"run.steps={steps}",
             f"rollout.group_size={group_size}",
             f"rollout.prompts_per_step={prompts_per_step}",

@@ -31,12 +31,12 @@ def run(
     repetitions: int = 3,
     seed: int = 0,
 ) -> Result:
-    asked = load_config(None, overrides)
-    model = asked.policy.model if "model" in asked.policy.model_fields_set else model
+    asked = load_config(None, [f"policy.model={model}", *overrides])
+    model = asked.policy.model
     model_path = resolve_policy(model, context)
-    drafter = EagleDrafter(path="arena") if asked.speculation is None else asked.speculation.drafter
+    drafter = EagleDrafter(path=f"{model}/eagle3") if asked.speculation is None else asked.speculation.drafter
     if isinstance(drafter, LearnedDrafter):
-        path = resolve_drafter(drafter.path, model, context, kind=drafter.kind)
+        path = resolve_drafter(drafter.path, context)
         drafter = drafter.model_copy(update={"path": str(path)})
     speculation = SpeculationConfig(drafter=drafter, max_draft_length=max(LENGTHS))
     config = engine_settings(asked.rollout.engine)

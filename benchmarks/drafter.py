@@ -92,7 +92,7 @@ def run(
     recalls: int = 210,
 ) -> Result:
     before = CpuTimes.now()
-    offline = [*ARENA, *SPECULATION, *LEASED, "speculation.drafter.path=arena", *overrides]
+    offline = [*ARENA, *SPECULATION, *LEASED, "speculation.drafter.path=arena:small/eagle3", *overrides]
     first = with_drafter(load_config(config_file, offline), context)
     curves: dict[str, list[list[float]]] = {"online": [], "from scratch": []}
     ratios: dict[str, list[list[float]]] = {"online": [], "from scratch": []}

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.planted.policy import allow_faults
 from benchmarks.precision import push, sampled_k3
 from benchmarks.workload import arena_requests, one_of
-from paceline.config import CalibrationConfig, EngineConfig, LearnerConfig, ObjectiveConfig
+from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
 from paceline.context import Context
 from paceline.fp8 import KvScales
 from paceline.learner.fsdp import FsdpLearner
@@ -45,9 +45,9 @@ from paceline.weights.shared_memory import ShmSender
 KEYS_TIMES = 256.0
 """Factor on keys: a power of two, so that not a bit of the policy's function is lost."""
 _PROMPTS, _TRAINED_ON = 1024, 256
-_ORACLE = CalibrationConfig(share=1.0, max_tokens=10**9)
-"""Calibration on every token of the measured rollouts themselves."""
-CONFIG = EngineConfig(max_num_seqs=32, kv_cache_gb=0.5, weights="fp8", kv_cache="fp8", call_deadline_s=300)
+CONFIG = EngineConfig(
+    max_model_len=768, max_num_seqs=32, kv_cache_gb=0.5, weights="fp8", kv_cache="fp8", deadline_s=600
+)
 _SECONDS = ("step_s", "calibrate_s", "reference_s", "held_s")
 GOALS: dict[str, Goal] = {
     "fp8_tensors_wrong": ("<=", 0.0),
@@ -136,7 +136,7 @@ async def _updates(
     """Run steps of the same requests on both engines, each on a core of its own. From step `timed_from` on, what FP8
     adds is timed, which takes two more stagings. Learner and engines would share one GPU."""
     cores = sorted(os.sched_getaffinity(0))
-    config = LearnerConfig(learning_rate=5e-5, microbatch_tokens=1024)
+    config = LearnerConfig(world_size=1, dtype="float32", learning_rate=5e-5, microbatch_tokens=1024)
     learner = FsdpLearner(path, config, ObjectiveConfig(), temperature=1.0, seed=seed)
     sender = ShmSender()
     engines: list[VllmEngine] = []
@@ -272,13 +272,13 @@ async def _scales(model_path: Path, seed: int, context: Context, rounds: int = 3
         scale_keys(model_path, path, KEYS_TIMES)
         learner = FsdpLearner(
             path,
-            LearnerConfig(learning_rate=2e-5, microbatch_tokens=4096),
+            LearnerConfig(world_size=1, dtype="float32", learning_rate=2e-5, microbatch_tokens=4096),
             ObjectiveConfig(),
             temperature=1.0,
             seed=seed,
         )
         sender = ShmSender()
-        config = EngineConfig(max_num_seqs=64, kv_cache_gb=0.5, kv_cache="fp8")
+        config = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=0.5, kv_cache="fp8")
         engine = await VllmEngine.start("scales", path, config, seed=seed, cpus=sorted(os.sched_getaffinity(0)))
         k3: dict[str, list[float]] = {"recalibrated": [], "oracle": [], "unit": []}
         try:
@@ -299,7 +299,7 @@ async def _scales(model_path: Path, seed: int, context: Context, rounds: int = 3
                 k3["recalibrated"].append(sampled_k3(learner, rollouts))
                 recalibrated = learner.kv_scales
                 assert recalibrated is not None
-                learner.calibrate([Sample.of(rollout, 0.0) for rollout in rollouts], version, _ORACLE)
+                learner.calibrate([Sample.of(rollout, 0.0) for rollout in rollouts], version, share=1.0)
                 await push(engine, learner, sender, version)
                 k3["oracle"].append(sampled_k3(learner, await generate_all(engine, fresh)))
                 ones = (1.0,) * len(recalibrated.k)

@@ -30,7 +30,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.arena.prompts import arena_task
-from paceline.config import GuardConfig, LearnerConfig, ObjectiveConfig
+from paceline.config import LearnerConfig, ObjectiveConfig
 from paceline.context import Context
 from paceline.learner.correction import Ratios, diagnose, gaps_by_engine, histogram, worst_tokens
 from paceline.learner.fsdp import FsdpLearner
@@ -51,7 +51,6 @@ _STALE_UPDATES = 24
 """Updates that a stale tensor is behind, a whole run of configs/arena.toml: one update is within BF16's rounding."""
 _SATURATE = 2.0
 """Factor by which keys and values exceed the range of their stale scales."""
-_GUARD = GuardConfig(mode="act", hold_steps=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +124,7 @@ def run(
             "recovered": (">=", 1.0),
             "false_alarm_share": ("<=", 0.01),
         },
-        environment=environment(seeds=[seed], config={"guard": _GUARD.model_dump(mode="json")}),
+        environment=environment(seeds=[seed], config={}),
         details={
             "caught": {name: _share(found, lambda o: o.steps_to_rung is not None) for name, found in outcomes.items()},
             "recovered": {name: _share(found, lambda o: o.recovered) for name, found in outcomes.items()},
@@ -196,7 +195,7 @@ def _step(
     drawn = [pool.draw(engine, random) for engine, pool in pools.items()]
     samples = [sample for part, _ in drawn for sample in part]
     ratios = Ratios.of([sample.logp for sample in samples], [logp for _, part in drawn for logp in part])
-    return decide(state, gaps_by_engine(samples, ratios), _GUARD, can_raise=True)
+    return decide(state, gaps_by_engine(samples, ratios), can_raise=True)
 
 
 def _suspects(fault: Fault) -> tuple[str, ...]:
@@ -239,7 +238,7 @@ def make_pools(model_path: Path, task: Task, size: int, seed: int, context: Cont
     """Sample rollouts of every kind of engine, and score them by one learner."""
     learner = FsdpLearner(
         model_path,
-        LearnerConfig(learning_rate=5e-5, betas=(0.9, 0.99), microbatch_tokens=2048),
+        LearnerConfig(world_size=1, dtype="float32", learning_rate=5e-5, betas=(0.9, 0.99), microbatch_tokens=2048),
         ObjectiveConfig(),
         temperature=1.0,
         seed=seed,

@@ -64,9 +64,7 @@ def run(
 ) -> Result:
     """Two epochs over `prompts` new prompts, `repetitions` times, with up to `max_requests` requests in flight."""
     path = resolve_policy(model, context)
-    config = EngineConfig(
-        max_model_len=768, max_num_seqs=max_requests, kv_cache_gb=4.0, compile=True, start_deadline_s=900
-    )
+    config = EngineConfig(max_model_len=768, max_num_seqs=max_requests, kv_cache_gb=4.0, compile=True)
     selector = FixedSelector(draft_length=draft_length)
     speculation = SpeculationConfig(drafter=HistoryDrafter(), max_draft_length=draft_length, selector=selector)
     before = CpuTimes.now()

@@ -79,13 +79,13 @@ def run(
 ) -> Result:
     """Time `repetitions` pairs of batches of each size, after some that are not counted; fewer where time is short."""
     before, began_s = CpuTimes.now(), time.monotonic()
-    asked = asked_for(overrides, bench="hosts")
+    asked = asked_for(overrides, model, bench="hosts")
     assert isinstance(asked.drafter, LearnedDrafter)
     model_path = resolve_policy(model, context)
     settings = GenerationSettings(
         model=str(model_path), dtype=fast_precision(), max_model_len=768, max_num_seqs=MANY_ACTIVE, speculates=False
     )
-    drafter = resolve_drafter(asked.drafter.path, model, context, kind=asked.drafter.kind)
+    drafter = resolve_drafter(asked.drafter.path, context)
     with _hosts(settings, speculation_file(asked, drafter), environ, context) as (hosts, versions):
         ridges = [_ridge(hosts["plain"], model_path, seed + 1 + number) for number in range(3)]
         pairs: dict[int, list[Pair]] = {}

@@ -49,7 +49,7 @@ from paceline.types import Learner, Prompt, Sample, Scores
 
 DOCUMENTED = [
     "speculation.drafter.kind=eagle3",
-    "speculation.drafter.path=arena",
+    "speculation.drafter.path=arena:small/eagle3",
     "speculation.training.mode=idle",
     "eval.every=0",
 ]

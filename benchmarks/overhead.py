@@ -50,7 +50,7 @@ def run(
     context: Context,
     environ: MutableMapping[str, str],
     model: str = "arena:small",
-    drafter: str = "arena",
+    drafter: str = "arena:small/eagle3",
     prompts: int = 16,
     group_size: int = 8,
     max_tokens: int = 256,
@@ -61,8 +61,8 @@ def run(
 
     `environ` is `os.environ`, which vLLM's processes inherit; it is restored at the end."""
     path = resolve_policy(model, context)
-    drafter_path = resolve_drafter(drafter, model, context)
-    config = EngineConfig(max_model_len=768, kv_cache_gb=0.5)
+    drafter_path = resolve_drafter(drafter, context)
+    config = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=0.5)
     before = CpuTimes.now()
     batches = _batches(
         path, num=repetitions + 1, prompts=prompts, group_size=group_size, max_tokens=max_tokens, seed=seed
@@ -152,7 +152,7 @@ async def _start_twice(
     path: Path, drafter: Path, environ: MutableMapping[str, str], seed: int, context: Context
 ) -> list[float]:
     """Seconds of both starts of a speculating, compiled engine."""
-    config = EngineConfig(max_model_len=768, kv_cache_gb=0.5, compile=True)
+    config = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=0.5, compile=True)
     speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=3)
     cpus = sorted(os.sched_getaffinity(0))
     seconds: list[float] = []

@@ -58,7 +58,7 @@ _SETTINGS = (
     "correction.kind=token-tis",
     "eval.every=0",
     "speculation.drafter.kind=dflash",
-    "speculation.drafter.path=arena",
+    "speculation.drafter.path=arena:small/eagle3",
     "speculation.training.mode=off",
 )
 

@@ -70,7 +70,7 @@ def run(
     costs = {precision: load_costs(file) for precision, file in files.items() if file.is_file()}
     cells: dict[str, Cells] = {precision: defaultdict(list) for precision in PRECISIONS if precision not in costs}
     model_path = resolve_policy(model, context)
-    drafter = resolve_drafter("arena", model, context)
+    drafter = resolve_drafter(f"{model}/eagle3", context)
     speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=LONGEST)
     configs = {p: ENGINE.model_copy(update={"kv_cache_gb": 1.5, "weights": p, "kv_cache": p}) for p in PRECISIONS}
     rounds: list[dict[str, SteppedBatch]] = []

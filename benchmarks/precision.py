@@ -99,13 +99,13 @@ def run(
 ) -> Result:
     before = CpuTimes.now()
     model_path = resolve_policy(model, context)
-    drafter = resolve_drafter("arena", model, context)
+    drafter = resolve_drafter(f"{model}/eagle3", context)
     speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=max(DRAFT_LENGTHS))
     timings = {arm: Timings() for arm in ARMS}
     for how in (None, speculation):
         _time(timings, model_path, how, repetitions, seed, context)
     small = resolve_policy(trained, context)
-    small_drafter = resolve_drafter("arena", trained, context)
+    small_drafter = resolve_drafter(f"{trained}/eagle3", context)
     k3 = asyncio.run(_mismatches(small, small_drafter, seed, context))
     return _result(timings, k3, {"model": model, "trained": trained}, seed, CpuTimes.now().steal_share_since(before))
 
@@ -192,7 +192,11 @@ async def _mismatches(
 ) -> dict[str, dict[str, float]]:
     """k3 by arm, without and with speculation."""
     learner = FsdpLearner(
-        model_path, LearnerConfig(microbatch_tokens=4096), ObjectiveConfig(), temperature=1.0, seed=seed
+        model_path,
+        LearnerConfig(world_size=1, dtype="float32", microbatch_tokens=4096),
+        ObjectiveConfig(),
+        temperature=1.0,
+        seed=seed,
     )
     requests = arena_requests(model_path, num_prompts=num_prompts, group_size=1, max_tokens=640, seed=seed)
     selector = FixedSelector(draft_length=max(DRAFT_LENGTHS))
@@ -204,7 +208,7 @@ async def _mismatches(
     try:
         for arm, precision in ARMS.items():
             found[arm] = {}
-            config = EngineConfig(max_num_seqs=64, kv_cache_gb=0.5).model_copy(update=precision)
+            config = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=0.5).model_copy(update=precision)
             for on, how in (("off", None), ("on", speculation)):
                 rollouts = await _rollouts(model_path, config, how, learner, sender, requests, seed)
                 if learner.kv_scales is None:  # the first arm's rollouts, which are BF16's

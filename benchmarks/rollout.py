@@ -121,10 +121,10 @@ def run(
 ) -> Result:
     """`repetitions`: rounds that are wanted; more where the tail is short of tokens, fewer where time is. `overrides`
     may name the drafter, EAGLE-3 in place of DFlash, and the largest draft length."""
-    asked = asked_for(overrides)
+    asked = asked_for(overrides, model)
     assert isinstance(asked.drafter, LearnedDrafter)
     model_path = resolve_policy(model, context)
-    drafter = resolve_drafter(asked.drafter.path, model, context, kind=asked.drafter.kind)
+    drafter = resolve_drafter(asked.drafter.path, context)
     with tempfile.TemporaryDirectory() as scratch:
         useless = Path(scratch) / "useless"
         random_drafter(drafter, useless, seed=seed)

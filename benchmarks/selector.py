@@ -50,7 +50,7 @@ def run(
     seed: int = 0,
 ) -> Result:
     model_path = resolve_policy(model, context)
-    drafter = resolve_drafter("arena", model, context)
+    drafter = resolve_drafter(f"{model}/eagle3", context)
     speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=MAX_DRAFT_LENGTH)
     before, config = CpuTimes.now(), fastest(ENGINE)
     with engines(model_path, [speculation], seed=seed, context=context, config=config) as (engine,):

@@ -40,7 +40,7 @@ WARMUP = 3
 """Steps at the beginning of a run that are not counted."""
 _DRAFTER = (
     "speculation.drafter.kind=eagle3",
-    "speculation.drafter.path=arena",
+    "speculation.drafter.path=arena:small/eagle3",
     "speculation.training.mode=idle",
 )
 ARMS = {"plain": 0, "sync": 0, "stream": 1}

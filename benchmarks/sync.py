@@ -63,7 +63,7 @@ def run(
 ) -> Result:
     """Push `updates` versions of a policy and then five bad ones into every engine."""
     path = resolve_policy(model, context)
-    config = EngineConfig(max_model_len=64, max_num_seqs=2, kv_cache_gb=0.25, call_deadline_s=300)
+    config = EngineConfig(max_model_len=64, max_num_seqs=2, kv_cache_gb=0.25, deadline_s=600)
     before = CpuTimes.now()
     done, refused = asyncio.run(_measure(path, config, context, updates, num_engines, seed))
     figures, spread, pairs = paired(

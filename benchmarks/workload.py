@@ -31,7 +31,7 @@ from paceline.selector.cost import Step
 from paceline.sessions.workloads import resolve_policy
 from paceline.types import GroupId, RolloutRequest
 
-ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compile=True, start_deadline_s=900)
+ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compile=True)
 
 
 _CHOICE = 2000
@@ -53,13 +53,14 @@ class RequestSet:
         return past_end_share(batch.token_ids, self.end_ids)
 
 
-def asked_for(overrides: Sequence[str], *, bench: str = "rollout") -> SpeculationConfig:
-    """The arena's DFlash drafter, which is the faster one where nobody trains it, and the default draft length, but for
-    what is set. Selectors are the benches'."""
+def asked_for(overrides: Sequence[str], model: str, *, bench: str = "rollout") -> SpeculationConfig:
+    """Return the overrides on top of the arena's DFlash drafter, the fastest one without training."""
     for override in overrides:
         if not override.startswith(_SETTINGS):
             raise ValueError(f"bench {bench}: got {override!r}; must begin with {' or '.join(_SETTINGS)}")
-    own = ["speculation.drafter.kind=dflash", "speculation.drafter.path=arena"]
+    kinds = [override.removeprefix(_SETTINGS[0]) for override in overrides if override.startswith(_SETTINGS[0])]
+    kind = (kinds or ["dflash"])[-1]
+    own = [f"policy.model={model}", f"{_SETTINGS[0]}{kind}", f"{_SETTINGS[1]}{model}/{kind}"]
     asked = load_config(None, [*own, *overrides])
     assert asked.speculation is not None
     return asked.speculation

@@ -24,9 +24,7 @@ V2_CONFIG = EngineConfig(
     max_model_len=64,
     max_num_seqs=32,
     kv_cache_gb=0.02,
-    start_deadline_s=1500,
-    call_deadline_s=600,
-    progress_deadline_s=600,
+    deadline_s=1200,
 )
 """float32, so that log-probabilities can be compared to many digits; deadlines for an interpreter on a busy machine."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from contexts import one_rank
 from paceline.cluster.specs import EngineSettings, EngineSpec, LearnerRankSpec
-from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
+from paceline.config import EngineConfig, ObjectiveConfig, SpeculationConfig
 
 
 def engine_settings(engine: EngineConfig | None = None, speculation: SpeculationConfig | None = None) -> EngineSettings:
@@ -16,7 +17,7 @@ def engine_settings(engine: EngineConfig | None = None, speculation: Speculation
 _ENGINE = EngineSpec(name="engine-0", model_path="model", settings=engine_settings(), seed=0, cores=None, device="cpu")
 _LEARNER = LearnerRankSpec(
     model_path="model",
-    learner=LearnerConfig(),
+    learner=one_rank(),
     objective=ObjectiveConfig(),
     temperature=1.0,
     seed=0,

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.arena.cache import build_once
+from paceline.arena.policy import build_once
 from paceline.context import Context
 from paceline.files import atomic_directory, sha256, write_checksums
 from paceline.types import PacelineError

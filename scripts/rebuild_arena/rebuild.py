@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from paceline import assets
-from paceline.arena.cache import is_whole
+from paceline.arena.growth import Shape
+from paceline.arena.policy import is_whole
 from paceline.arena.prompts import DRAFTER_DATA, drafter_prompts
-from paceline.arena.shape import Shape
 from paceline.arena.task import TASK_VERSION
 from paceline.arena.tokenizer import make_tokenizer
 from paceline.context import Context

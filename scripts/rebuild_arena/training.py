@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from paceline.arena.shape import Shape
+from paceline.arena.growth import Shape
 from paceline.arena.task import demonstration, problems
 from paceline.arena.tokenizer import EOS, PAD, vocabulary
 from paceline.context import Context

@@ -13,7 +13,7 @@ the beginning of each part (`Sharding`). Embeddings, norms, biases, the output h
 KV cache. Keys and values are stored as E4M3(x / scale), with one scale per layer for keys and one for values. Below
 448 * scale the error is relative (3 bits). Larger values saturate, and values far below underflow.
 
-    scale = margin * (percentile over tokens of the largest |x| of a token) / 448
+    scale = margin * (largest |x|) / 448
 
 Scales belong to a policy version. Reloading weights resets vLLM's scales to 1.
 
@@ -171,12 +171,6 @@ class KvScales:
 def kv_scale(amax: float, margin: float) -> float:
     """Return the scale, rounded to float32 as in engines. A layer of zeros gets a positive scale."""
     return float(np.float32(max(amax, _SMALLEST_AMAX) * margin / E4M3_MAX))
-
-
-def percentile(amax_T: torch.Tensor, percent: float) -> float:
-    """Return the smallest value that `percent` of the tokens do not exceed; 100 is the largest."""
-    index = max(0, int(np.ceil(percent / 100 * len(amax_T))) - 1)
-    return float(amax_T.float().kthvalue(index + 1).values)
 
 
 def round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:

@@ -20,9 +20,10 @@ import numpy as np
 import psutil
 import pytest
 
+from contexts import arena_config
 from paceline.cluster import layout
 from paceline.cluster.placement import start_cluster
-from paceline.config import load_config
+from paceline.learner import guard
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.loop import Parts, train
 from paceline.types import Prompt, RolloutId
@@ -78,7 +79,7 @@ def wait_until(condition, seconds: float) -> bool:
 async def stream_on(cluster, metrics) -> None:
     """Train asynchronously with the same processes: syncs come in the middle of rollouts, which know the version of
     every token, nothing is too old, and what is aborted is sampled again and counts once."""
-    config = load_config(None, [*SMALL, "run.steps=5", "run.max_age=1", "run.too_old=abort", "guard.mode=act"])
+    config = arena_config([*SMALL, "run.steps=5", "run.max_age=1", "run.too_old=abort", "guard.mode=act"])
     recorder, seen = Recorder(JsonlSink(metrics)), []
 
     async def score(groups):
@@ -120,7 +121,7 @@ def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(tm
     The engines speculate, so that a fault which only drafts bring out has the whole loop to show in."""
     monkeypatch.setattr(layout, "weight_transport", lambda kind: transport)
     model = make_policy(tmp_path / "model")
-    config = load_config(None, [*SMALL, "speculation.drafter.kind=history", "speculation.max_draft_length=3"])
+    config = arena_config([*SMALL, "speculation.drafter.kind=history", "speculation.max_draft_length=3"])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
     seen: list[RolloutId] = []
     orphans: list[psutil.Process] = []
@@ -200,18 +201,13 @@ def undocumented(keys: Iterable[str]) -> list[str]:
     return [key for key, name in names.items() if not {name, name.partition("/")[2]} & told]
 
 
-def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path):
+def test_engines_started_again_by_the_guard_go_on_with_the_policy(tmp_path, monkeypatch):
     """Limits that any mismatch exceeds: both engines are started again after the first batch, take the push and sample
     the next, and no process of the first two is left."""
     model = make_policy(tmp_path / "model")
-    limits = [
-        "guard.correct=1e-12",
-        "guard.mask=2e-12",
-        "guard.raise_precision=3e-12",
-        "guard.skip=4e-12",
-        "guard.max_pushes=9",
-    ]
-    config = load_config(None, [*SMALL, "run.steps=2", "guard.mode=act", *limits])
+    monkeypatch.setattr(guard, "LIMITS", {rung: rung * 1e-12 for rung in guard.LIMITS})
+    monkeypatch.setattr(guard, "MAX_PUSHES", 9)
+    config = arena_config([*SMALL, "run.steps=2", "guard.mode=act"])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
     before: list[psutil.Process] = []
 

@@ -7,10 +7,10 @@ import asyncio
 from pathlib import Path
 from typing import cast
 
+from contexts import arena_config
 from paceline import assets
 from paceline.arena.prompts import arena_task
 from paceline.cluster.placement import Cluster, start_cluster
-from paceline.config import load_config
 from paceline.drafters.switch import SwitchDecision
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.drafter_switch import DrafterSwitch
@@ -29,16 +29,14 @@ SETTINGS = [
     "rollout.engine.max_num_seqs=16",
     "eval.every=0",
     "speculation.drafter.kind=eagle3",
-    "speculation.drafter.path=new",
+    "speculation.drafter.init=random",
     "speculation.max_draft_length=3",
     # Leases of a given length after every update: how long engines are idle depends on what else the machine does.
     "speculation.training.mode=inline",
     "speculation.training.inline_s=2",
     "speculation.training.tokens_per_step=256",
     "speculation.training.round_tokens=256",
-    "speculation.training.drift.heldout_tokens=64",
-    "speculation.training.drift.noise=0",
-    "speculation.training.buffer.step_share=1.0",
+    "speculation.training.when=always",
     "speculation.training.buffer.heldout_share=0.4",
 ]
 
@@ -71,7 +69,7 @@ def test_engines_go_over_from_history_to_the_drafter_that_the_run_trains(tmp_pat
     """The first try fails in every engine, and they draft from history again; the second works. Every rollout comes, on
     a policy that both ends agree on."""
     shared, restarts = tmp_path / "shared", list[bool]()
-    config = load_config(None, [*SETTINGS, f'speculation.training.buffer.directory="{shared}"'])
+    config = arena_config([*SETTINGS, f'speculation.training.buffer.directory="{shared}"'])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
     model = assets.policy("tiny")
     task = arena_task(load_tokenizer(model), seed=0, num_heldout=0)

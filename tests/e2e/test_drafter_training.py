@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from contexts import arena_config
 from paceline.cluster.placement import start_cluster
-from paceline.config import load_config
 from paceline.drafters.provenance import Provenance, read_evaluation, read_provenance
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.loop import Parts, train
@@ -36,10 +36,7 @@ SETTINGS = [
     "speculation.training.when=always",
     "speculation.training.tokens_per_step=256",
     "speculation.training.round_tokens=256",
-    "speculation.training.drift.heldout_tokens=64",
-    "speculation.training.buffer.step_share=1.0",
     "speculation.training.buffer.heldout_share=0.2",
-    "speculation.training.lease.settle_s=0.01",
 ]
 
 
@@ -50,7 +47,7 @@ def test_killed_trainer_costs_no_rollout_and_no_wrong_weight(tmp_path: Path) -> 
     drafter = make_drafter(model, tmp_path / "drafter")
     shared = tmp_path / "shared"
     places = [f'speculation.drafter.path="{drafter}"', f'speculation.training.buffer.directory="{shared}"']
-    config = load_config(None, [*SETTINGS, *places])
+    config = arena_config([*SETTINGS, *places])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
     rng = np.random.default_rng(0)
     prompts = [

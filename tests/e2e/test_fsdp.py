@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from paceline.config import CalibrationConfig, CorrectionConfig, LearnerConfig, ObjectiveConfig
+from paceline.config import CorrectionConfig, LearnerConfig, ObjectiveConfig
 from paceline.learner.correction import correct
 from paceline.learner.fsdp import FsdpLearner
 from paceline.types import Sample
@@ -41,9 +41,8 @@ def make_samples(num: int) -> list[Sample]:
 def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> None:
     """One rank's life; rank by rank the record goes to `out`."""
     config = LearnerConfig(
-        world_size=world_size, microbatch_tokens=90, minibatches=2, learning_rate=1e-3, deadline_s=120
+        dtype="float32", world_size=world_size, microbatch_tokens=90, minibatches=2, learning_rate=1e-3, deadline_s=120
     )
-    config = config.model_copy(update={"calibration": CalibrationConfig(share=1.0)})
     objective = ObjectiveConfig(loss=loss, clip_high=0.28)  # pyright: ignore[reportArgumentType]
     learner = FsdpLearner(
         model,
@@ -57,8 +56,8 @@ def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> N
     )
     samples = make_samples(7)
     scored = learner.score(samples, taps=(1, 2))
-    learner.calibrate(samples[:1], version=0)  # the second rank sees nothing
-    calibrated = learner.calibrate(samples, version=1)
+    learner.calibrate(samples[:1], version=0, share=1)  # the second rank sees nothing
+    calibrated = learner.calibrate(samples, version=1, share=1)
     learner._accumulate(samples)
     gradients = {name: p.grad.full_tensor() for name, p in learner._scorer.named_parameters()}  # pyright: ignore
     learner._optimizer.zero_grad()
@@ -93,7 +92,9 @@ def run_rank(model: Path, out: Path, rank: int, world_size: int, loss: str) -> N
 
 def run_from_state(model: Path, out: Path, rank: int, world_size: int, state: str) -> None:
     """Load a state if there is one, otherwise make one, and record all of it."""
-    config = LearnerConfig(world_size=world_size, microbatch_tokens=90, minibatches=2, learning_rate=1e-3)
+    config = LearnerConfig(
+        dtype="float32", world_size=world_size, microbatch_tokens=90, minibatches=2, learning_rate=1e-3
+    )
     learner = FsdpLearner(
         model,
         config,

@@ -14,9 +14,10 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import remove_placement_group
 
+from contexts import arena_config
 from paceline.cluster.layout import ClusterLayout
 from paceline.cluster.placement import create, decide, reserve
-from paceline.config import Config, load_config
+from paceline.config import Config
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,7 @@ def nodes() -> Iterator[dict[str, str]]:
 
 
 def config(num_engines: int, per_engine: int, world_size: int) -> Config:
-    return load_config(
-        None,
+    return arena_config(
         [
             f"rollout.num_engines={num_engines}",
             f"rollout.engine.tensor_parallel_size={per_engine}",
@@ -105,11 +105,10 @@ def test_sigterm_reaches_the_run_after_ray_has_started() -> None:
     program = """
 import asyncio, os, signal
 from paceline.cluster.ray_session import ray_session
-from paceline.config import load_config
 
 async def work():
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
-    with ray_session(load_config(None), None):
+    with ray_session(arena_config(), None):
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(30)
 

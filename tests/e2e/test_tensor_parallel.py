@@ -39,8 +39,7 @@ CONFIG = EngineConfig(
     max_model_len=128,
     max_num_seqs=4,
     kv_cache_gb=0.05,
-    start_deadline_s=1500,
-    progress_deadline_s=600,
+    deadline_s=600,
 )
 """Deadlines for a busy machine: two workers wait for each other in every layer."""
 PROMPTS = ((5, 6, 7, 8, 9), (90, 2, 33), tuple(range(10, 40)))

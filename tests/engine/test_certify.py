@@ -73,12 +73,18 @@ def prompts() -> list[Prompt]:
 
 def config() -> Config:
     speculation = {
-        "drafter": {"kind": "ngram", "min_match": 1},
+        "drafter": {"kind": "ngram"},
         "max_draft_length": 2,
         "selector": {"kind": "fixed", "draft_length": 2},
     }
     engine = {"dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 32, "kv_cache_gb": 0.05}
-    return Config.model_validate({"rollout": {"engine": engine, "temperature": 0.7}, "speculation": speculation})
+    return Config.model_validate(
+        {
+            "policy": {"model": "arena:small"},
+            "rollout": {"engine": engine, "temperature": 0.7},
+            "speculation": speculation,
+        }
+    )
 
 
 def test_stock_engine_is_found_wrong(policy_path: Path, stock: None) -> None:

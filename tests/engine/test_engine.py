@@ -259,7 +259,7 @@ def test_frozen_engine_is_lost_and_can_be_ended(runner: asyncio.Runner, engine: 
     """
     processes = list(engine._processes)
     core = next(process for process in processes if process.ppid() == psutil.Process().pid)
-    engine.config = engine.config.model_copy(update={"progress_deadline_s": 2.0})
+    engine.config = engine.config.model_copy(update={"deadline_s": 2.0})
 
     async def scenario() -> None:
         await engine.submit(requests(groups=2, size=4, max_tokens=200))

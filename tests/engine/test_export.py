@@ -17,8 +17,9 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen3ForCausalLM
 
+from contexts import one_rank
 from foreign_python import foreign_environment, make_foreign_python
-from paceline.config import EngineConfig, FixedSelector, LearnerConfig, ObjectiveConfig, SpeculationConfig
+from paceline.config import EngineConfig, FixedSelector, ObjectiveConfig, SpeculationConfig
 from paceline.drafters.checkpoint import save
 from paceline.drafters.export import CARD_FILE, export_drafter
 from paceline.drafters.kinds import default_taps, new_drafter
@@ -58,7 +59,7 @@ def answers(policy_path: Path) -> list[Sample]:
 def exported(policy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter that knows these very answers by heart: one that hits hardly ever would hide a difference."""
     directory = tmp_path_factory.mktemp("export")
-    learner = FsdpLearner(policy_path, LearnerConfig(dtype="float32"), ObjectiveConfig(), temperature=1.0)
+    learner = FsdpLearner(policy_path, one_rank(), ObjectiveConfig(), temperature=1.0)
     try:
         policy = AutoConfig.from_pretrained(policy_path)
         taps = default_taps(policy.num_hidden_layers)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.config import EngineConfig, FixedSelector, HistoryDrafter, SpeculationConfig, load_config
+from contexts import arena_config
+from paceline.config import EngineConfig, FixedSelector, HistoryDrafter, SpeculationConfig
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
@@ -89,7 +90,7 @@ def run_dir(runner: asyncio.Runner, engine: VllmEngine, tmp_path_factory: pytest
         heldout=[],
         score=score_by_parity,
     )
-    runner.run(train(parts, load_config(None, SETTINGS), recorder))
+    runner.run(train(parts, arena_config(SETTINGS), recorder))
     recorder.close()
     return directory
 

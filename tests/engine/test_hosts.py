@@ -17,7 +17,7 @@ HOST = Path(__file__).with_name("plain_host.py")
 NGRAM = """
 [speculation]
 max_draft_length = 3
-drafter = {kind = "ngram", min_match = 1}
+drafter = {kind = "ngram"}
 selector = {kind = "fixed", draft_length = 2}
 """
 HISTORY = NGRAM.replace("ngram", "history")

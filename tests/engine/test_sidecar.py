@@ -43,7 +43,7 @@ FLAGS = {
     "--max-num-seqs": "32",
     "--kv-cache-memory-bytes": "200000000",
 }
-TRAINING = ("when=always", "matrix_lr=0.1", "other_lr=0.01", "tokens_per_step=512", "round_tokens=4096")
+TRAINING = ("when=always", "learning_rate=0.1", "tokens_per_step=512", "round_tokens=4096")
 DEADLINE_S = 240.0
 VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig, SpeculationConfig
+from contexts import one_rank
+from paceline.config import EngineConfig, ObjectiveConfig, SpeculationConfig
 from paceline.learner.fsdp import FsdpLearner
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
@@ -138,7 +139,7 @@ def test_push_of_a_policy_with_heads_brings_them_and_what_they_share_with_it(
     with speculating(wrong, engine_config, runner, {"method": "mtp"}) as speaker:
         said, share = speaker.greedy()
         assert said == before and share < 0.3
-        learner = FsdpLearner(right, LearnerConfig(dtype="float32"), ObjectiveConfig(), temperature=1.0)
+        learner = FsdpLearner(right, one_rank(), ObjectiveConfig(), temperature=1.0)
         try:
             speaker.push(learner.weights(torch.float32))
         finally:

@@ -24,6 +24,8 @@ except RuntimeError as error:
 from benchmarks.planted.v2_sampler import V2SamplerFault  # noqa: E402
 from driven_engine import DrivenEngine, started  # noqa: E402  imports Triton
 from paceline.config import SpeculationConfig  # noqa: E402
+from paceline.rollout import speculation as engine_speculation  # noqa: E402
+from paceline.selector import select  # noqa: E402
 from random_policy import make_drafter, make_policy  # noqa: E402
 
 FEW_TOKENS = 16
@@ -73,12 +75,14 @@ def ngram(policy_path: Path) -> Iterator[DrivenEngine]:
     """n-gram drafts, for which vLLM schedules synchronously everywhere."""
     speculation = SpeculationConfig.model_validate(
         {
-            "drafter": {"kind": "ngram", "min_match": 1, "max_match": 2},
+            "drafter": {"kind": "ngram"},
             "max_draft_length": 3,
             "selector": {"kind": "fixed", "draft_length": 3},
         }
     )
-    yield from started(policy_path, speculation, async_scheduling=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_speculation, "NGRAM_MATCH", (1, 2))
+        yield from started(policy_path, speculation, async_scheduling=True)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +93,9 @@ def eagle(policy_path: Path, drafter_path: Path) -> Iterator[DrivenEngine]:
         {
             "drafter": {"kind": "eagle3", "path": str(drafter_path)},
             "max_draft_length": 3,
-            "selector": {"kind": "beg_mab", "epsilon": 1.0},
+            "selector": {"kind": "beg_mab"},
         }
     )
-    yield from started(policy_path, speculation, async_scheduling=True, adjust=V2SamplerFault("accept").adjust)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "EPSILON", 1.0)
+        yield from started(policy_path, speculation, async_scheduling=True, adjust=V2SamplerFault("accept").adjust)

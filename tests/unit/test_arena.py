@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from contexts import make_context
 from paceline.arena import policy as arena
-from paceline.arena.growth import grow
-from paceline.arena.shape import Shape
+from paceline.arena.growth import Shape, grow
 from paceline.arena.task import ANSWER_MARK, demonstration, heldout, problems, reward, solution
 from paceline.arena.tokenizer import make_tokenizer, vocabulary
 from paceline.sessions.workloads import resolve_policy

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from contexts import make_context
 from drafter_cases import HIDDEN, make_drafter, policy_config
 from paceline import assets
 from paceline.arena import drafter as arena
@@ -15,21 +14,11 @@ from paceline.cli.common import LEARNED
 from paceline.drafters.checkpoint import preflight, save
 from paceline.drafters.kinds import KINDS, default_taps
 from paceline.drafters.provenance import Evaluation, Provenance
-from paceline.sessions.workloads import resolve_drafter
-
-
-def test_a_path_is_taken_as_it_is() -> None:
-    assert resolve_drafter("runs/drafter", "arena:small", make_context()) == Path("runs/drafter")
 
 
 def test_every_kind_can_be_chosen_trained_and_found() -> None:
-    """A kind that the command offers and the arena has no drafter of would fail at `speculation.drafter.path=arena`."""
+    """A kind without an arena drafter would fail at `speculation.drafter.path=arena:small/KIND`."""
     assert set(LEARNED) == set(KINDS) == set(assets.DRAFTERS)
-
-
-def test_arena_is_refused_for_a_policy_without_a_drafter_of_its_own() -> None:
-    with pytest.raises(ValueError, match="only arena policies have a drafter"):
-        resolve_drafter("arena", "my/model", make_context())
 
 
 @pytest.mark.parametrize(

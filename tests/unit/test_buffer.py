@@ -13,6 +13,7 @@ import pytest
 
 from drafter_cases import HIDDEN, make_documents, make_drafter, make_head
 from paceline.config import BufferConfig
+from paceline.drafters import buffer as buffering
 from paceline.drafters.buffer import Buffer, Entry, document_bytes, is_heldout, victims
 from paceline.drafters.packing import Document
 from paceline.drafters.trainer import DrafterTrainer, Schedule
@@ -26,13 +27,10 @@ def entry(version: int, num_tokens: int, *, heldout: bool = False, serial: int =
     return Entry(file=file, version=version, num_tokens=num_tokens, num_bytes=num_tokens, heldout=heldout)
 
 
-def settings(
-    capacity: int, *, long_share: float = 0.0, keep_versions: int = 100, heldout_share: float = 0.5
-) -> BufferConfig:
+def settings(capacity: int, *, keep_versions: int = 100, heldout_share: float = 0.5) -> BufferConfig:
     """Twice the capacity, of which the held-out slice gets one half."""
     return BufferConfig(
         capacity_mb=2 * capacity / 2**20,
-        long_share=long_share,
         keep_versions=keep_versions,
         heldout_share=heldout_share,
     )
@@ -88,13 +86,17 @@ def test_the_oldest_version_goes_first() -> None:
     assert victims(entries, settings(120)) == []
 
 
-def test_short_responses_of_a_new_step_do_not_crowd_out_long_ones_of_earlier_steps() -> None:
+def test_short_responses_of_a_new_step_do_not_crowd_out_long_ones_of_earlier_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without the floor a drafter is trained on the beginnings of phases, while tails are what everybody waits for."""
     earlier = [entry(1, 10, serial=0), entry(1, 50, serial=1), entry(2, 12, serial=2), entry(2, 30, serial=3)]
     flood = [entry(3, 10, serial=10 + i) for i in range(20)]
-    without = victims([*earlier, *flood], settings(200))
+    gone = victims([*earlier, *flood], settings(200))
+    with monkeypatch.context() as patch:
+        patch.setattr(buffering, "LONG_SHARE", 0.0)
+        without = victims([*earlier, *flood], settings(200))
     assert set(earlier) <= set(without)
-    gone = victims([*earlier, *flood], settings(200, long_share=0.25))
     assert entry(1, 50, serial=1) not in gone, "the longest is older than all that was kept without the floor"
     kept = [one for one in [*earlier, *flood] if one not in gone]
     assert sum(one.num_bytes for one in kept) <= 200 and sum(one.version == 3 for one in kept) == 15
@@ -104,10 +106,8 @@ def test_what_is_long_does_not_stay_for_ever() -> None:
     """A floor without an age would keep what the first policies said, which training would then unlearn all else
     for."""
     entries = [entry(1, 90), entry(5, 10), entry(8, 10)]
-    assert victims(entries, settings(20, long_share=0.9, keep_versions=4)) == [entries[0]], (
-        "and its room is room for the others"
-    )
-    assert victims(entries, settings(1000, long_share=0.9, keep_versions=8)) == []
+    assert victims(entries, settings(20, keep_versions=4)) == [entries[0]], "and its room is room for the others"
+    assert victims(entries, settings(1000, keep_versions=8)) == []
 
 
 def test_training_documents_do_not_push_out_the_heldout_slice() -> None:

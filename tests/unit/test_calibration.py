@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from paceline.config import CalibrationConfig, LearnerConfig, ObjectiveConfig
+from contexts import one_rank
+from paceline.config import ObjectiveConfig
 from paceline.fp8 import kv_scale
 from paceline.learner.calibration import choose
 from paceline.learner.fsdp import FsdpLearner
@@ -38,9 +39,7 @@ def policy_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def learner(policy_path: Path) -> Iterator[FsdpLearner]:
-    config = LearnerConfig(
-        microbatch_tokens=64, calibration=CalibrationConfig(share=1, margin=1.5), learning_rate=0.01, world_size=1
-    )
+    config = one_rank(microbatch_tokens=64, learning_rate=0.01)
     learner = FsdpLearner(policy_path, config, ObjectiveConfig(), temperature=1.0)
     yield learner
     learner.close()
@@ -61,20 +60,20 @@ def cached_amax(model: torch.nn.Module, samples: list[Sample]) -> tuple[list[flo
 def test_scales_are_of_keys_after_norm_and_rotary_embedding(learner: FsdpLearner, policy_path: Path) -> None:
     """Before the rotary embedding keys are of another size, and padding has keys too."""
     samples = make_samples(6)
-    learner.calibrate(samples, version=4)
+    learner.calibrate(samples, version=4, share=1)
     scales = learner.kv_scales
     assert scales is not None
     assert scales.version == 4
     model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
     keys, values = cached_amax(model, samples)
-    assert scales.k == pytest.approx([kv_scale(amax, 1.5) for amax in keys], rel=1e-4)
-    assert scales.v == pytest.approx([kv_scale(amax, 1.5) for amax in values], rel=1e-4)
+    assert scales.k == pytest.approx([kv_scale(amax, 1.25) for amax in keys], rel=1e-4)
+    assert scales.v == pytest.approx([kv_scale(amax, 1.25) for amax in values], rel=1e-4)
 
 
 def test_listening_changes_nothing_and_ends(learner: FsdpLearner) -> None:
     samples = make_samples(3)
     before = learner.score(samples).logp
-    learner.calibrate(samples, version=1)
+    learner.calibrate(samples, version=1, share=1)
     first = learner.kv_scales
     assert all(np.array_equal(a, b) for a, b in zip(before, learner.score(samples).logp, strict=True))
     assert learner.kv_scales is first, "log-probability passes are not listened to"
@@ -83,10 +82,10 @@ def test_listening_changes_nothing_and_ends(learner: FsdpLearner) -> None:
 def test_scales_follow_an_update(learner: FsdpLearner) -> None:
     """Scales of the old policy for the new one are the fault that this part is about."""
     samples = make_samples(4)
-    learner.calibrate(samples, version=0)
+    learner.calibrate(samples, version=0, share=1)
     old = learner.kv_scales
     learner.apply(samples)
-    metrics = learner.calibrate(samples, version=1)
+    metrics = learner.calibrate(samples, version=1, share=1)
     assert learner.kv_scales is not None and old is not None
     assert learner.kv_scales.k != old.k
     assert metrics["precision/saturated_share"] <= 0.01
@@ -95,18 +94,18 @@ def test_scales_follow_an_update(learner: FsdpLearner) -> None:
 
 def test_saturation_is_that_of_the_scales_in_use(learner: FsdpLearner) -> None:
     samples = make_samples(4)
-    assert "precision/saturated_share" not in learner.calibrate(samples, version=0), "none were in use yet"
+    assert "precision/saturated_share" not in learner.calibrate(samples, version=0, share=1), "none were in use yet"
     assert learner.kv_scales is not None
     small = tuple(scale / 1e6 for scale in learner.kv_scales.k)
     learner.kv_scales = type(learner.kv_scales)(version=0, q=small, k=small, v=learner.kv_scales.v)
-    assert learner.calibrate(samples, version=1)["precision/saturated_share"] == pytest.approx(0.5, abs=0.01)
-    assert learner.calibrate(samples, version=2)["precision/saturated_share"] == 0.0
+    assert learner.calibrate(samples, version=1, share=1)["precision/saturated_share"] == pytest.approx(0.5, abs=0.01)
+    assert learner.calibrate(samples, version=2, share=1)["precision/saturated_share"] == 0.0
 
 
 def test_prompts_without_a_response_can_be_calibrated_on(learner: FsdpLearner) -> None:
     sample = make_samples(1)[0]
     prompt = Sample(token_ids=sample.token_ids, num_prompt_tokens=5, logp=np.empty(0, np.float32), advantage=0.0)
-    assert learner.calibrate([prompt], version=0)["precision/qk_norm"] == 1.0
+    assert learner.calibrate([prompt], version=0, share=1)["precision/qk_norm"] == 1.0
 
 
 def test_policy_without_qk_norm_is_known_and_its_outliers_are_measured(tmp_path: Path) -> None:
@@ -130,8 +129,8 @@ def test_policy_without_qk_norm_is_known_and_its_outliers_are_measured(tmp_path:
                     weight[[31, 63]] *= outlier
         path = tmp_path / f"{outlier}"
         model.save_pretrained(path)
-        learner = FsdpLearner(path, LearnerConfig(), ObjectiveConfig(), temperature=1.0)
-        metrics = learner.calibrate(make_samples(2), version=0)
+        learner = FsdpLearner(path, one_rank(), ObjectiveConfig(), temperature=1.0)
+        metrics = learner.calibrate(make_samples(2), version=0, share=1)
         learner.close()
         assert metrics["precision/qk_norm"] == 0.0
         shares.append(metrics["precision/underflow_share"])
@@ -141,20 +140,16 @@ def test_policy_without_qk_norm_is_known_and_its_outliers_are_measured(tmp_path:
 
 def test_chosen_samples_keep_to_the_budget_and_differ_between_versions() -> None:
     lengths = [100] * 100
-    config = CalibrationConfig(share=0.1, max_tokens=4096)
-    first, second = (choose(lengths, config, np.random.default_rng((0, version))) for version in (1, 2))
+    first, second = (choose(lengths, 0.1, np.random.default_rng((0, version))) for version in (1, 2))
     assert (len(first), len(set(first))) == (10, 10)
     assert set(first) != set(second)
-    assert len(choose([5000], config, np.random.default_rng(0))) == 1
-    assert len(choose([16] * 16, config, np.random.default_rng(0))) == 16, "a tenth of a few prompts would say nothing"
-    assert len(choose([100] * 1000, config, np.random.default_rng(0))) == 40
+    assert len(choose([5000], 0.1, np.random.default_rng(0))) == 1
+    assert len(choose([16] * 16, 0.1, np.random.default_rng(0))) == 16, "a tenth of a few prompts would say nothing"
+    assert len(choose([100] * 1000, 0.1, np.random.default_rng(0))) == 40
 
 
 def test_calibration_sees_long_responses_as_often_as_short_ones() -> None:
     """Their keys are the largest; filling the last tokens of the budget with whatever fits would pass over them."""
     lengths = [50] * 90 + [1000] * 10
-    config = CalibrationConfig(share=0.15, max_tokens=4096)
-    chosen = [
-        lengths[i] for version in range(2000) for i in choose(lengths, config, np.random.default_rng((0, version)))
-    ]
+    chosen = [lengths[i] for version in range(2000) for i in choose(lengths, 0.15, np.random.default_rng((0, version)))]
     assert np.mean(chosen) > 0.75 * np.mean(lengths)

@@ -25,7 +25,7 @@ from paceline.types import PacelineError, Prompt
 SUBJECT = Subject(
     model_path=Path("policy"),
     prompts=[Prompt(id="1", text="", token_ids=np.array([1], np.int32), row={})],
-    config=Config.model_validate({"speculation": {"drafter": {"kind": "ngram"}}}),
+    config=Config.model_validate({"policy": {"model": "arena:small"}, "speculation": {"drafter": {"kind": "ngram"}}}),
     without_shim=False,
     seed=0,
     runner="v2",

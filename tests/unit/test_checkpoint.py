@@ -116,7 +116,7 @@ def test_a_policy_without_an_embedding_that_is_known_gets_no_new_drafter(tmp_pat
     policy = make_policy(tmp_path / "policy")
     weights = load_file(policy / "model.safetensors")
     save_file({f"language_{name}": weight for name, weight in weights.items()}, policy / "model.safetensors")
-    with pytest.raises(ValueError, match=r"speculation\.drafter\.path: got 'new' with .*paceline draft train"):
+    with pytest.raises(ValueError, match=r"speculation\.drafter\.init: got 'random' with .*paceline draft train"):
         write_new_drafter("eagle3", policy, tmp_path / "new", seed=3, draft_length=3)
 
 

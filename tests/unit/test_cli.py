@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from contexts import arena_config
 from letters import Letters
 from paceline import cli
 from paceline.cli.parser import Command
-from paceline.config import Config, EngineConfig, HubData, RunConfig
+from paceline.config import Config, EngineConfig, HubData
 from paceline.context import CancelledError, Context, RunInterruptedError
 from paceline.orchestrator.task import load_task
 from paceline.plan.request import Request
@@ -143,7 +144,7 @@ def test_what_follows_resume_is_an_override(tmp_path: Path, monkeypatch: pytest.
     from paceline.sessions import train
 
     (tmp_path / "state").mkdir()
-    (tmp_path / "config.json").write_text(Config(run=RunConfig(steps=3, seed=7)).model_dump_json())
+    (tmp_path / "config.json").write_text(arena_config(["run.steps=3", "run.seed=7"]).model_dump_json())
     seen: list[Config] = []
 
     def note(config: Config, context: Context, *, resume: Path | None = None) -> Path:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import CorrectionConfig, load_config
+from contexts import arena_config
+from paceline.config import CorrectionConfig
 from paceline.learner.correction import (
     HISTOGRAM_EDGES,
     Ratios,
@@ -218,7 +219,7 @@ def test_lengths_that_differ_are_refused() -> None:
 def test_truncated_sampling_is_refused(setting: str) -> None:
     """Its ratios have a mean below 1, which no weight can make up for: what was cut off is never drawn."""
     with pytest.raises(ValueError, match=setting.partition("=")[0]):
-        load_config(None, ["correction.kind=token-tis", setting])
+        arena_config(["correction.kind=token-tis", setting])
 
 
 def test_a_token_is_counted_by_the_version_that_drew_it_and_found_in_its_place() -> None:

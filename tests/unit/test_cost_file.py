@@ -52,7 +52,7 @@ def config(policy: Path, costs: Path, **engine: Any) -> Config:
 def test_a_file_of_this_model_machine_and_engine_is_taken(policy: Path, tmp_path: Path) -> None:
     file = measured(policy, tmp_path / "costs.json")
     check_costs(config(policy, file), policy)
-    check_costs(config(policy, file, kv_cache_gb=2.0, start_deadline_s=7), policy)  # what no step time depends on
+    check_costs(config(policy, file, kv_cache_gb=2.0, deadline_s=7), policy)  # what no step time depends on
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_file_of_this_model_machine_and_engine_is_taken(policy: Path, tmp_path
         ({"weights": "fp8"}, "weights is fp8, here full"),
         ({"dtype": "float32"}, "dtype is float32, here bfloat16"),
         ({"compile": True}, "compile is True, here False"),
-        ({"max_num_seqs": 8}, "max_num_seqs is 8, here 64"),
+        ({"max_num_seqs": 8}, "max_num_seqs is 8, here 256"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, here 1"),
         ({"model": SHAPE | {"hidden_size": 128}}, r"\(model hidden_size is 128, here 64\)"),
         ({"model": SHAPE | {"num_experts": 8}}, "model num_experts is 8, here None"),
@@ -88,8 +88,8 @@ def test_the_refusal_names_the_command_that_measures_the_right_file(policy: Path
     with pytest.raises(ValueError, match=command):
         check_costs(config(policy, file, weights="fp8"), policy)
     here = Conditions.here(policy, drafter="eagle3", engine=EngineConfig())
-    with pytest.raises(ValueError, match=r"paceline tune arena:small --drafter arena "):
-        require_same(file, here, model="arena:small", drafter_path="arena")
+    with pytest.raises(ValueError, match=r"paceline tune arena:small --drafter arena:small/eagle3 "):
+        require_same(file, here, model="arena:small", drafter_path="arena:small/eagle3")
 
 
 def test_a_file_that_does_not_say_where_it_is_from_is_refused_with_advice(policy: Path, tmp_path: Path) -> None:
@@ -133,6 +133,8 @@ def test_a_machine_is_its_gpus_or_its_cpu(tmp_path: Path) -> None:
 
 
 def test_the_bench_measures_the_settings_that_it_is_asked_for() -> None:
-    asked = Config.model_validate({"rollout": {"engine": {"compile": False, "kv_cache": "fp8"}}}).rollout.engine
+    asked = Config.model_validate(
+        {"policy": {"model": "arena:small"}, "rollout": {"engine": {"compile": False, "kv_cache": "fp8"}}}
+    ).rollout.engine
     settings = engine_settings(asked)
     assert (settings.compile, settings.kv_cache, settings.weights, settings.kv_cache_gb) == (False, "fp8", "full", 4.0)

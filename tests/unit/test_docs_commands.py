@@ -61,7 +61,7 @@ def test_commands_of_a_page_are_taken(page: Path) -> None:
             assert f'"{words[0]}"' in test or f"run_{words[0]}(" in test, f"{words}: no test runs it"
         settings = [word for word in words if re.match(r"[a-z_]+(\.[a-z_0-9]+)+=", word)]
         file = next((ROOT / word for word in words if word.startswith(("configs/", "examples/"))), None)
-        load_config(file, settings)
+        load_config(file, settings if file else ["policy.model=any", *settings])
 
 
 def test_a_page_has_commands() -> None:

@@ -13,9 +13,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from contexts import make_context
+from contexts import arena_config, make_context
 from paceline import cli
-from paceline.config import Config, load_config
+from paceline.config import Config
 from paceline.context import CancelledError
 from paceline.devices import GpuMemory
 from paceline.doctor import engine, machine, weights
@@ -63,7 +63,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examined(only: Sequence[str] = (), config: Config | None = None) -> dict[str, Finding]:
-    findings, _ = doctor.examine(config or Config(), make_context(), only=only)
+    findings, _ = doctor.examine(config or arena_config(), make_context(), only=only)
     return {finding.name: finding for finding in findings}
 
 
@@ -86,20 +86,20 @@ def test_cancelling_is_no_failure_of_a_check(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(doctor, "CHECKS", {"made up": {cancelled: "none", right: "none"}})
     with pytest.raises(CancelledError):
-        doctor.examine(Config(), make_context())
+        doctor.examine(arena_config(), make_context())
 
 
 @pytest.mark.usefixtures("made_up")
 def test_progress_names_each_selected_check_before_it_runs() -> None:
     lines: list[str] = []
-    doctor.examine(Config(), make_context(report=lines.append), only=["right", "wrong"])
+    doctor.examine(arena_config(), make_context(report=lines.append), only=["right", "wrong"])
     assert lines == ["1/2 wrong: It is wrong", "2/2 right: It is right"]
 
 
 @pytest.mark.usefixtures("made_up")
 def test_unknown_check_is_refused_with_a_near_name() -> None:
     with pytest.raises(ValueError, match="did you mean absent"):
-        doctor.examine(Config(), make_context(), only=["absnt"])
+        doctor.examine(arena_config(), make_context(), only=["absnt"])
 
 
 @pytest.mark.usefixtures("made_up")
@@ -115,7 +115,7 @@ def test_table_shows_failures_with_advice() -> None:
 
 @pytest.mark.usefixtures("made_up")
 def test_skipped_checks_are_not_counted() -> None:
-    _, result = doctor.examine(Config(), make_context())
+    _, result = doctor.examine(arena_config(), make_context())
     assert {name: value for name, value in result.figures.items() if name != "seconds"} == {
         "checks": 3.0,
         "failed": 2.0,
@@ -123,13 +123,13 @@ def test_skipped_checks_are_not_counted() -> None:
     }
     assert (result.met("failed"), result.met("checks")) == (False, False), "3 checks say nothing about a machine"
     assert result.details["failed"] == ["broken", "wrong"]
-    _, few = doctor.examine(Config(), make_context(), only=["right"])
+    _, few = doctor.examine(arena_config(), make_context(), only=["right"])
     assert few.all_met and "checks" not in few.goals
 
 
 @pytest.mark.usefixtures("made_up")
 def test_page_shows_every_check_and_escapes_evidence(tmp_path: Path) -> None:
-    findings, result = doctor.examine(Config(), make_context())
+    findings, result = doctor.examine(arena_config(), make_context())
     write_doctor_page(findings, result, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert all(f"<th>{finding.name}</th>" in page for finding in findings)
@@ -202,10 +202,10 @@ def test_missing_plugin_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_gpu_and_vllm_for_another_device_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpu_memory", list)
     monkeypatch.setattr(machine, "device_type", lambda: "cpu")
-    with Setup(load_config(None, ["cluster.device=gpu"]), make_context()) as setup:
+    with Setup(arena_config(["cluster.device=gpu"]), make_context()) as setup:
         found = machine.devices(setup)
     assert found.status == "failed" and "cluster.device is gpu" in found.evidence
-    with Setup(Config(), make_context()) as setup:
+    with Setup(arena_config(), make_context()) as setup:
         monkeypatch.setattr(machine, "device_type", lambda: "cuda")
         assert machine.devices(setup).status == "failed"
 
@@ -216,7 +216,7 @@ def test_missing_compiler_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_full_gpu_fails_and_no_gpu_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Setup(Config(), make_context()) as setup:
+    with Setup(arena_config(), make_context()) as setup:
         monkeypatch.setattr(machine, "gpu_memory", lambda: [GpuMemory(name="H100", free=8 * 10**9, total=80 * 10**9)])
         found = machine.gpu_memory_free(setup)
         assert found.status == "failed" and "H100 8.0 of 80.0 GB free" in found.evidence
@@ -232,13 +232,10 @@ def config(tmp_path: Path) -> Config:
     prompts.write_text("".join(json.dumps({"prompt": f"{number} + 1 ="}) + "\n" for number in range(64)))
     reward = tmp_path / "reward.py"
     reward.write_text("def reward(prompt, response, row):\n    return 0.0\n")
-    return load_config(
-        None,
+    return arena_config(
         [
             f'policy.model="{policy}"',
-            "data.kind=jsonl",
-            f'data.path="{prompts}"',
-            f'data.reward="{reward}:reward"',
+            f'data={{kind = "jsonl", path = "{prompts}", reward = "{reward}:reward"}}',
             "eval.num_prompts=8",
             "rollout.max_tokens=64",
             "rollout.engine.max_model_len=128",
@@ -301,7 +298,7 @@ def test_responses_longer_than_the_context_fail(config: Config) -> None:
 
 def speculating(config: Config, drafter: Path | str, *settings: str) -> Config:
     settings = (f'speculation.drafter.path="{drafter}"', *settings)
-    added = load_config(None, ["speculation.drafter.kind=eagle3", *settings]).speculation
+    added = arena_config(["speculation.drafter.kind=eagle3", *settings]).speculation
     return config.model_copy(update={"speculation": added})
 
 
@@ -322,7 +319,9 @@ def test_policy_without_a_drafter_is_examined_with_ngrams(config: Config) -> Non
 
 def test_a_drafter_that_the_run_will_train_is_not_looked_for(config: Config) -> None:
     """A config that `paceline train` accepts must not fail."""
-    with Setup(speculating(config, "new", "speculation.training.mode=idle"), make_context()) as setup:
+    with Setup(
+        speculating(config, "", "speculation.drafter.init=random", "speculation.training.mode=idle"), make_context()
+    ) as setup:
         assert setup.drafter is None and setup.kind == "ngram"
 
 

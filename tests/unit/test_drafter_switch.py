@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
+from contexts import arena_config
 from memory_store import MemoryStore, SimulatedTrainer
-from paceline.config import load_config
 from paceline.drafters.kinds import draft_costs
 from paceline.drafters.switch import SwitchMonitor, best_rate, decide_switch
 from paceline.metrics import JsonlSink, Recorder, read_metrics
@@ -118,7 +118,7 @@ SETTINGS = [
     "rollout.engine.max_num_seqs=4",
     "eval.every=0",
     "speculation.drafter.kind=eagle3",
-    "speculation.drafter.path=new",
+    "speculation.drafter.init=random",
     "speculation.training.mode=idle",
     "speculation.training.round_tokens=200",
 ]
@@ -198,7 +198,7 @@ class Outcome:
 def simulate(
     tmp_path: Path, steps: int, *, store: MemoryStore | None = None, checkpoint_every: int = 0, fails: bool = False
 ) -> Outcome:
-    config = load_config(None, [*SETTINGS, f"run.steps={steps}", f"run.checkpoint_every={checkpoint_every}"])
+    config = arena_config([*SETTINGS, f"run.steps={steps}", f"run.checkpoint_every={checkpoint_every}"])
     assert config.speculation is not None
     training = config.speculation.training
     store = store or MemoryStore(lambda number: 3.0 if number else 1.0)

@@ -16,12 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
-from paceline.config import Config, load_config
+from contexts import arena_config
+from paceline.config import Config
 from paceline.drafters.drift import Verdict
 from paceline.drafters.rounds import Progress, Rounds, drafter_weights
 from paceline.drafters.store import FileStore
 from paceline.drafters.worker import documents_in, rounds_in
 from paceline.metrics import JsonlSink, Recorder, read_metrics
+from paceline.orchestrator import drafter_training
 from paceline.orchestrator.drafter_training import OnlineDrafterTraining
 from paceline.orchestrator.healing import Healing, NoHealing
 from paceline.orchestrator.loop import Parts, train
@@ -40,7 +42,6 @@ SETTINGS = [
     "speculation.drafter.path=somewhere",
     "speculation.training.mode=idle",
     "speculation.training.round_tokens=200",
-    "speculation.training.drift.heldout_tokens=100",
 ]
 SLICE_S = 0.05
 """Virtual time in which a simulated trainer makes a state of 100 tokens."""
@@ -276,7 +277,7 @@ def simulate(
     wake_s: float = 0.0,
     **trainer,
 ) -> Outcome:
-    config: Config = load_config(None, [*SETTINGS, *settings])
+    config: Config = arena_config([*SETTINGS, *settings])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
     (tmp_path / "drafter").mkdir()
     save_file({"fc.weight": torch.zeros(2)}, tmp_path / "drafter" / "model.safetensors")
@@ -492,8 +493,11 @@ def test_counted_inline_training_lasts_until_the_slices_are_made(tmp_path: Path)
     assert failures(counted) == 0
 
 
-def test_trainers_that_never_make_their_slices_cost_training_and_not_the_run(tmp_path: Path) -> None:
-    outcome = simulate(tmp_path, settings=[*COUNTED, "speculation.training.lease.lease_s=2"])
+def test_trainers_that_never_make_their_slices_cost_training_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter_training, "LEASE_S", 2.0)
+    outcome = simulate(tmp_path, settings=COUNTED)
     assert lengths(outcome) == [32] * 6
     assert [event["during"] for event in events(outcome, "drafter_training_given_up")] == ["train_inline"]
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from drafter_cases import make_documents, make_drafter, make_head
 from host_engine import DRAFT_LENGTH, HostEngine
-from paceline.config import BufferConfig, DrafterTrainingConfig, DriftConfig
+from paceline.config import BufferConfig, DrafterTrainingConfig
+from paceline.drafters import drift
 from paceline.drafters.checkpoint import save
 from paceline.drafters.drift import Verdict
 from paceline.drafters.provenance import Provenance, read_provenance
@@ -73,7 +74,6 @@ def make_config(tmp_path: Path, **changes: Any) -> DrafterTrainingConfig:
         "tokens_per_step": 200,
         "round_tokens": 4000,
         "buffer": BufferConfig(directory=tmp_path, heldout_share=0.3),
-        "drift": DriftConfig(heldout_tokens=200, noise=0.001),
     }
     return DrafterTrainingConfig(**(settings | changes))
 
@@ -116,7 +116,7 @@ def test_better_drafter_reaches_the_engine_and_the_hosts_random_numbers_stay(
 
 def test_worse_drafter_is_dropped(engine: HostEngine, tmp_path: Path, clock: Clock) -> None:
     """Planted: a learning rate that ruins it. Training must go on from what the engine has, not from the ruin."""
-    updater = make_updater(engine, tmp_path, matrix_lr=100.0, other_lr=100.0, when="always")
+    updater = make_updater(engine, tmp_path, learning_rate=100.0, when="always")
     updater.update(make_head(), budget_s=25)
     metrics = updater.metrics()
     assert metrics["draft/round"] == 1 and metrics["draft/published"] == 0 == engine.num_pushes
@@ -151,7 +151,7 @@ def test_drafter_that_gains_less_than_noise_is_trained_on(
         return Verdict(publish=False, why="not better", before=1.0, after=after)
 
     monkeypatch.setattr(drafter_updates, "compare", judged)
-    updater = make_updater(engine, tmp_path, drift=DriftConfig(heldout_tokens=200, noise=0.01))
+    updater = make_updater(engine, tmp_path)
     trained = []
     for _ in range(2):
         engine.generate(1.1)
@@ -243,9 +243,12 @@ def test_training_goes_on_after_the_process_was_stopped(
     updater.close()
 
 
-def test_drafter_that_holds_is_not_trained(engine: HostEngine, tmp_path: Path, clock: Clock) -> None:
+def test_drafter_that_holds_is_not_trained(
+    engine: HostEngine, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """marin issue 9114: a frozen drafter may hold for dozens of steps, and training it would be lost time."""
-    updater = make_updater(engine, tmp_path, drift=DriftConfig(heldout_tokens=200, noise=10.0))
+    monkeypatch.setattr(drift, "NOISE", 10.0)
+    updater = make_updater(engine, tmp_path)
     for _ in range(5):
         engine.generate(2.0)
         updater.update(make_head(), budget_s=25)

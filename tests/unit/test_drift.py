@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.config import DriftConfig
+from paceline.config import DrafterTrainingConfig
 from paceline.drafters import drift
 from paceline.drafters.drift import DriftMonitor, LostDrafter, Remedy, judge
 
-CONFIG = DriftConfig(noise=0.01, horizon_steps=5, heldout_tokens=1000)
+CONFIG = DrafterTrainingConfig(round_tokens=4000)
 FROM_SCRATCH = (1.020, 1.022, 1.025, 1.06, 1.34, 1.6, 1.9, 2.9)
 """Accepted length of an untrained drafter by rounds of training: it hardly rises at first, then in jumps."""
 
@@ -29,7 +29,7 @@ def follow(curve: Sequence[float], num_steps: int = 40) -> tuple[int, int]:
     """RL steps of a drafter whose accepted length after so many rounds of training is known: one round in each step in
     which training is wanted, and what is worse is dropped. Returns the round that was published last, and how many
     there were."""
-    monitor, published, learnt, num_rounds = DriftMonitor(CONFIG), 0, 0, 0
+    monitor, published, learnt, num_rounds = DriftMonitor(), 0, 0, 0
     for _ in range(num_steps):
         monitor.observe(curve[published], 10.0)
         if not monitor.decide().train:
@@ -64,7 +64,7 @@ def test_drafter_that_learns_nothing_is_left_alone_after_a_few_rounds() -> None:
 
 
 def test_resumed_run_remembers_that_its_drafter_may_yet_learn() -> None:
-    monitor, again = DriftMonitor(CONFIG), DriftMonitor(CONFIG)
+    monitor, again = DriftMonitor(), DriftMonitor()
     monitor.observe(1.02, 10.0)
     trained(monitor, 1.02, 1.022)
     again.restore(json.loads(json.dumps(monitor.state())))
@@ -72,19 +72,19 @@ def test_resumed_run_remembers_that_its_drafter_may_yet_learn() -> None:
 
 
 def test_nothing_is_trained_before_anything_is_measured() -> None:
-    assert not DriftMonitor(CONFIG).decide().train
+    assert not DriftMonitor().decide().train
 
 
 def test_the_first_update_is_tried_because_its_gain_is_not_known() -> None:
     """A drafter that knows nothing shows no drift: waiting for one would leave it untrained for ever."""
-    monitor = DriftMonitor(CONFIG)
+    monitor = DriftMonitor()
     monitor.observe(1.0, 10.0)
     decision = monitor.decide()
     assert decision.train and decision.drift == 0
 
 
 def test_training_goes_on_while_it_gains_and_ends_when_it_does_not() -> None:
-    monitor = DriftMonitor(CONFIG)
+    monitor = DriftMonitor()
     monitor.observe(1.5, 10.0)
     trained(monitor, 1.5, 1.8)
     monitor.observe(1.8, 9.0)
@@ -95,8 +95,9 @@ def test_training_goes_on_while_it_gains_and_ends_when_it_does_not() -> None:
     assert not decision.train and decision.why == "acceptance holds"
 
 
-def test_a_frozen_drafter_that_holds_is_left_alone_through_noise() -> None:
-    monitor = DriftMonitor(DriftConfig(noise=0.03))
+def test_a_frozen_drafter_that_holds_is_left_alone_through_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "NOISE", 0.03)
+    monitor = DriftMonitor()
     monitor.observe(3.0, 10.0)
     trained(monitor, 3.0, 3.0)
     for step in range(36):
@@ -105,7 +106,7 @@ def test_a_frozen_drafter_that_holds_is_left_alone_through_noise() -> None:
 
 
 def test_drift_is_seen_and_its_figures_say_so() -> None:
-    monitor = DriftMonitor(CONFIG)
+    monitor = DriftMonitor()
     monitor.observe(3.0, 10.0)
     trained(monitor, 3.0, 3.0, cost_s=2.0)
     for _ in range(8):
@@ -122,7 +123,7 @@ def test_drift_is_seen_and_its_figures_say_so() -> None:
 
 def test_an_update_that_costs_more_than_it_gains_is_not_made() -> None:
     """Inline training of a short phase: a fifth of 1 s over 5 steps does not pay for 10 s."""
-    monitor = DriftMonitor(CONFIG)
+    monitor = DriftMonitor()
     monitor.observe(3.0, 1.0)
     trained(monitor, 3.0, 3.6, cost_s=10.0)
     monitor.observe(3.0, 1.0)
@@ -133,7 +134,7 @@ def test_an_update_that_costs_more_than_it_gains_is_not_made() -> None:
 
 def test_a_fall_that_training_does_not_mend_is_not_trained_against_for_ever() -> None:
     """Harder prompts lower acceptance too; without this every step from then on would train for nothing."""
-    monitor = DriftMonitor(CONFIG)
+    monitor = DriftMonitor()
     monitor.observe(3.0, 10.0)
     trained(monitor, 3.0, 3.0)
     for _ in range(8):
@@ -149,7 +150,7 @@ def test_a_fall_that_training_does_not_mend_is_not_trained_against_for_ever() ->
 
 
 def test_the_baseline_rises_at_once_and_falls_slowly() -> None:
-    monitor = DriftMonitor(CONFIG)
+    monitor = DriftMonitor()
     monitor.observe(2.0, 1.0)
     for _ in range(20):
         monitor.observe(3.0, 1.0)
@@ -176,6 +177,12 @@ def test_only_what_is_better_on_enough_heldout_tokens_is_published(
     """A drafter that training has ruined, or that is better by chance on a dozen tokens, would slow every engine
     down."""
     assert judge(before=before, after=after, num_tokens=num_tokens, config=CONFIG).publish is publish
+
+
+def test_any_improvement_is_published_if_training_always() -> None:
+    always = DrafterTrainingConfig(when="always", round_tokens=4000)
+    assert judge(before=2.0, after=2.01, num_tokens=1000, config=always).publish
+    assert not judge(before=2.0, after=2.0, num_tokens=1000, config=always).publish
 
 
 def test_a_lost_drafter_is_pushed_again_and_then_switched_off() -> None:
@@ -224,7 +231,7 @@ def test_counts_from_before_a_sync_do_not_hide_a_loss() -> None:
 
 
 def test_a_resumed_run_decides_about_training_as_if_it_had_not_stopped() -> None:
-    monitor, again = DriftMonitor(DriftConfig()), DriftMonitor(DriftConfig())
+    monitor, again = DriftMonitor(), DriftMonitor()
     for accepted in (3.0, 3.1, 2.4):
         monitor.observe(accepted, 20.0)
     trained(monitor, 2.4, 2.6, cost_s=0.5)

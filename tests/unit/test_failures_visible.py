@@ -10,16 +10,15 @@ import numpy as np
 import torch
 
 from benchmarks.simulated import SimulatedEngine, SimulatedSender
+from contexts import arena_config, one_rank
 from drafter_cases import make_documents, make_drafter, make_head
 from paceline.config import (
     BufferConfig,
     CorrectionConfig,
     DrafterTrainingConfig,
     EagleDrafter,
-    LearnerConfig,
     ObjectiveConfig,
     SpeculationConfig,
-    load_config,
 )
 from paceline.drafters.buffer import Buffer
 from paceline.drafters.checkpoint import save
@@ -53,7 +52,7 @@ def run(tmp_path: Path, *, learner: Learner, drafter: OnlineDrafter) -> list[dic
             score=score_by_parity,
             drafter=drafter,
         )
-        await train(parts, load_config(None, SETTINGS), Recorder(JsonlSink(path)))
+        await train(parts, arena_config(SETTINGS), Recorder(JsonlSink(path)))
 
     run_virtual(work)
     return [record["metrics"] for record in read_metrics(path)["step"]]
@@ -77,7 +76,7 @@ class WritingLearner(SimulatedLearner):
 
 def test_hand_over_that_fails_is_in_metrics_jsonl(tmp_path: Path) -> None:
     policy = FsdpLearner(
-        make_policy(tmp_path / "policy", hidden_size=64), LearnerConfig(), ObjectiveConfig(), temperature=1.0, seed=0
+        make_policy(tmp_path / "policy", hidden_size=64), one_rank(), ObjectiveConfig(), temperature=1.0, seed=0
     )
     try:
         settings = HiddenStateWriterSettings(directory=tmp_path / "buffer", taps=(0, 1, 2), buffer=BufferConfig())

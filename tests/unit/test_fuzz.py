@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from contexts import arena_config
 from letters import Letters
 from paceline.config import Config, JsonlData, fields_of, load_config
 from paceline.drafters.rounds import Progress, Rounds
@@ -164,13 +165,13 @@ def override(rng: random.Random) -> str:
 @fuzzed
 def overrides(rng: random.Random, directory: Path) -> None:
     starts = ([], ["data.kind=jsonl", "data.path=a", "data.reward=a.py:b"], ["speculation.drafter.kind=history"])
-    check_config(load_config(overrides=[*rng.choice(starts), *(override(rng) for _ in range(rng.randrange(1, 4)))]))
+    check_config(arena_config([*rng.choice(starts), *(override(rng) for _ in range(rng.randrange(1, 4)))]))
 
 
 @fuzzed
 def one_override(rng: random.Random, directory: Path) -> None:
     """A single one, so that many configs are whole."""
-    check_config(load_config(overrides=[f"{rng.choice(KEYS)}={toml_of(rng, rng.choice(ODD_NUMBERS + ODD_TEXTS))}"]))
+    check_config(arena_config([f"{rng.choice(KEYS)}={toml_of(rng, rng.choice(ODD_NUMBERS + ODD_TEXTS))}"]))
 
 
 @fuzzed

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
-from paceline.config import load_config
+from contexts import arena_config
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.healing import Healing
 from paceline.orchestrator.loop import Parts, train
@@ -146,7 +146,7 @@ def simulate(
     **cluster_settings: Any,
 ) -> Found:
     """One run; `fate` says how an engine ends."""
-    config = load_config(None, [*SETTINGS, *settings])
+    config = arena_config([*SETTINGS, *settings])
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
     learner = RememberingLearner(seconds_per_token=learner_s)
     object.__setattr__(learner, "batches", [])

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from paceline.config import BufferConfig, LearnerConfig, ObjectiveConfig
+from contexts import one_rank
+from paceline.config import BufferConfig, ObjectiveConfig
 from paceline.drafters.buffer import Buffer, document_bytes
 from paceline.drafters.kinds import new_drafter
 from paceline.drafters.trainer import DrafterTrainer, Schedule
@@ -23,7 +24,7 @@ from paceline.types import Sample
 from random_policy import VOCABULARY, make_policy
 
 HIDDEN, TAPS = 64, (0, 1, 2)
-CONFIG = LearnerConfig(learning_rate=1e-3, microbatch_tokens=64)
+CONFIG = one_rank(learning_rate=1e-3, microbatch_tokens=64)
 
 
 @pytest.fixture(scope="module")

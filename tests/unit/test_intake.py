@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.simulated import SimulatedEngine
-from paceline.config import Config, load_config
+from contexts import arena_config
+from paceline.config import Config
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.batch_log import Taken
 from paceline.orchestrator.fleet import Fleet
@@ -28,7 +29,7 @@ Lengths = Callable[[RolloutRequest], int]
 
 def config_of(*settings: str) -> Config:
     small = ["run.steps=6", "rollout.prompts_per_step=4", "rollout.group_size=2"]
-    return load_config(None, [*small, *settings])
+    return arena_config([*small, *settings])
 
 
 @dataclass

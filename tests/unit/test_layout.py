@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from contexts import arena_config
 from paceline.cluster.layout import ClusterLayout, Node, nodes_from, plan
 from paceline.cluster.placement import training_directory
-from paceline.config import Config, load_config
+from paceline.config import Config
 from paceline.types import PacelineError
 
 
 def config(num_engines: int, per_engine: int = 1, world_size: int = 1, *more: str) -> Config:
-    return load_config(
-        None,
+    return arena_config(
         [
             f"rollout.num_engines={num_engines}",
             f"rollout.engine.tensor_parallel_size={per_engine}",

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from contexts import one_rank
 from paceline.config import CorrectionConfig, LearnerConfig, ObjectiveConfig
 from paceline.files import verify_checksums
 from paceline.learner.batch import plan_passes
@@ -64,9 +65,7 @@ def make(model_path: Path) -> Iterator[Make]:
         for learner in alive:
             learner.close()
         alive.append(
-            FsdpLearner(
-                path, config or LearnerConfig(), objective or ObjectiveConfig(), temperature=temperature, seed=3
-            )
+            FsdpLearner(path, config or one_rank(), objective or ObjectiveConfig(), temperature=temperature, seed=3)
         )
         return alive[-1]
 
@@ -122,7 +121,7 @@ def test_logp_and_entropy_equal_plain_teacher_forcing(make: Make, model_path: Pa
     """Padding, sorting, the head on response tokens only and the temperature must not show; nor may the caller's order
     be lost."""
     samples = make_samples(9)
-    result = make(temperature=temperature, config=LearnerConfig(microbatch_tokens=70)).score(samples)
+    result = make(temperature=temperature, config=one_rank(microbatch_tokens=70)).score(samples)
     for sample, logp, entropy in zip(samples, result.logp, result.entropy, strict=True):
         distribution = torch.distributions.Categorical(logits=plain_logits(model_path, sample, temperature))
         targets = torch.from_numpy(sample.token_ids[sample.num_prompt_tokens :].astype(np.int64))
@@ -183,7 +182,7 @@ def test_microbatches_have_the_gradient_of_one_batch(make: Make, loss: str) -> N
     objective = ObjectiveConfig(loss=loss)  # pyright: ignore[reportArgumentType]
     gradients = []
     for budget in (1, 60, 100_000):
-        learner = make(objective=objective, config=LearnerConfig(microbatch_tokens=budget))
+        learner = make(objective=objective, config=one_rank(microbatch_tokens=budget))
         learner._accumulate(samples)
         gradients.append({name: p.grad.full_tensor() for name, p in learner._scorer.named_parameters()})  # pyright: ignore
     for other in gradients[1:]:
@@ -211,7 +210,7 @@ def test_the_gradient_is_that_of_the_written_objective(make: Make, model_path: P
 
 
 def test_an_update_raises_good_tokens_and_lowers_bad_ones(make: Make) -> None:
-    learner = make(config=LearnerConfig(learning_rate=1e-3))
+    learner = make(config=one_rank(learning_rate=1e-3))
     samples = on_policy(learner, make_samples(6))
     metrics = learner.apply(samples)
     gain = [
@@ -230,10 +229,10 @@ def test_scores_taken_before_an_update_do_not_freeze_the_policy(make: Make) -> N
     """FSDP2 keeps parameters gathered after a forward pass without backward: a later pass must not read such a stale
     copy."""
     samples = make_samples(4)
-    learner = make(config=LearnerConfig(learning_rate=1e-2))
+    learner = make(config=one_rank(learning_rate=1e-2))
     learner.apply(samples)
     expected = learner.score(samples).logp
-    learner = make(config=LearnerConfig(learning_rate=1e-2))
+    learner = make(config=one_rank(learning_rate=1e-2))
     learner.score(samples)
     learner.apply(samples)
     for one, other in zip(expected, learner.score(samples).logp, strict=True):
@@ -242,7 +241,7 @@ def test_scores_taken_before_an_update_do_not_freeze_the_policy(make: Make) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_runs_from_one_seed_agree_bit_for_bit(make: Make, dtype: str) -> None:
-    config = LearnerConfig(dtype=dtype, minibatches=3, microbatch_tokens=60, learning_rate=1e-3)  # pyright: ignore[reportArgumentType]
+    config = one_rank(dtype=dtype, minibatches=3, microbatch_tokens=60, learning_rate=1e-3)  # pyright: ignore[reportArgumentType]
     runs = []
     for _ in range(2):
         learner = make(config=config)
@@ -256,7 +255,7 @@ def test_two_runs_from_one_seed_agree_bit_for_bit(make: Make, dtype: str) -> Non
 @pytest.mark.parametrize("num_updates", [0, 2])
 def test_a_learner_goes_on_from_its_saved_state_bit_for_bit(make: Make, tmp_path: Path, num_updates: int) -> None:
     """Guards against moments, step counts (bias correction, warmup) or minibatch counters that start anew."""
-    config = LearnerConfig(minibatches=3, microbatch_tokens=60, learning_rate=1e-3, warmup_steps=20)
+    config = one_rank(minibatches=3, microbatch_tokens=60, learning_rate=1e-3, warmup_steps=20)
     learner = make(config=config)
     for step in range(num_updates):
         learner.apply(make_samples(10, seed=step))
@@ -280,7 +279,7 @@ def test_a_learner_goes_on_from_its_saved_state_bit_for_bit(make: Make, tmp_path
 def test_bfloat16_computes_roughly_and_keeps_float32_masters(make: Make) -> None:
     samples = make_samples(5)
     exact = make().score(samples).logp
-    learner = make(config=LearnerConfig(dtype="bfloat16"))
+    learner = make(config=one_rank(dtype="bfloat16"))
     before = tensors(learner)
     error = np.concatenate([np.abs(a - b) for a, b in zip(exact, learner.score(samples).logp, strict=True)])
     assert 1e-4 < error.max() < 0.5
@@ -292,11 +291,11 @@ def test_bfloat16_computes_roughly_and_keeps_float32_masters(make: Make) -> None
 
 
 def test_warmup_clipping_and_minibatches_are_applied(make: Make) -> None:
-    learner = make(config=LearnerConfig(learning_rate=1e-3, warmup_steps=4, minibatches=2))
+    learner = make(config=one_rank(learning_rate=1e-3, warmup_steps=4, minibatches=2))
     metrics = [learner.apply(make_samples(8)) for _ in range(3)]
     assert [m["policy/learning_rate"] for m in metrics] == pytest.approx([5e-4, 1e-3, 1e-3])
     assert [m["policy/optimizer_steps"] for m in metrics] == [2, 2, 2]
-    learner = make(config=LearnerConfig(max_grad_norm=1e-3))
+    learner = make(config=one_rank(max_grad_norm=1e-3))
     learner._accumulate(make_samples(8))
     unclipped = {name: p.grad.full_tensor().clone() for name, p in learner._scorer.named_parameters()}  # pyright: ignore
     norm = torch.stack([tensor.norm() for tensor in unclipped.values()]).norm().item()
@@ -345,7 +344,7 @@ def test_weights_carry_the_names_of_the_checkpoint_and_are_copies(make: Make, tm
 
 
 def test_save_round_trip_with_checksums(make: Make, tmp_path: Path) -> None:
-    learner = make(config=LearnerConfig(learning_rate=1e-2))
+    learner = make(config=one_rank(learning_rate=1e-2))
     samples = make_samples(4)
     learner.apply(samples)
     saved = tmp_path / "saved"
@@ -456,7 +455,7 @@ def test_pending_gradients_leave_no_trace_in_an_update_without_them(make: Make, 
 def test_gradients_come_with_the_scores_only_where_the_update_is_one_step(make: Make) -> None:
     samples = make_samples(6)
     correction = CorrectionConfig()
-    learner = make(config=LearnerConfig(minibatches=2))
+    learner = make(config=one_rank(minibatches=2))
     assert learner.score(samples, correction=correction).pending is None
     assert learner.apply(samples)["policy/gradients_reused"] == 0
     learner = make()

@@ -6,10 +6,16 @@ from itertools import product
 
 import pytest
 
-from paceline.config import LeaseConfig
+from paceline.orchestrator import leases as leasing
 from paceline.orchestrator.leases import TABLE, Action, Event, Leases, LeaseState, Slot
 
-CONFIG = LeaseConfig(settle_s=0.05, lease_s=10)
+
+@pytest.fixture(autouse=True)
+def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leasing, "SETTLE_S", 0.05)
+    monkeypatch.setattr(leasing, "LEASE_S", 10.0)
+
+
 TIMED = (LeaseState.IDLE, LeaseState.LEASED)
 
 
@@ -149,7 +155,7 @@ def test_a_lost_engine_takes_its_worker_along_and_stays_lost_until_another_takes
 
 def test_a_word_from_an_earlier_lease_is_not_heard() -> None:
     """STOPPED, held up on its way while the worker died, would wake the engine beside the next worker."""
-    leases = Leases(["a"], CONFIG)
+    leases = Leases(["a"])
     slot = leases._machines["a"]
     slot.state, slot.lease = LeaseState.DOZING, 3
     leases.on("a", Event.SLEPT, 0.0)
@@ -161,7 +167,7 @@ def test_a_word_from_an_earlier_lease_is_not_heard() -> None:
 
 def leased(engines: tuple[str, ...] = ("a",), now_s: float = 0.0) -> Leases:
     """A phase that has begun, with every engine's slot leased from `now_s` + 0.05 on."""
-    leases = Leases(engines, CONFIG)
+    leases = Leases(engines)
     leases.announce(now_s=now_s, phase_open=True, training_wanted=True)
     assert leases.due(now_s + 0.04) == []
     assert leases.due(now_s + 0.05) == [(engine, Action.SLEEP) for engine in engines]
@@ -171,7 +177,7 @@ def leased(engines: tuple[str, ...] = ("a",), now_s: float = 0.0) -> Leases:
 
 
 def test_an_engine_between_two_rollouts_is_left_alone() -> None:
-    leases = Leases(["a"], CONFIG)
+    leases = Leases(["a"])
     leases.announce(now_s=0.0, phase_open=True, training_wanted=True)
     leases.on("a", Event.WORK, 0.0)
     leases.on("a", Event.DRAINED, 1.0)
@@ -182,7 +188,7 @@ def test_an_engine_between_two_rollouts_is_left_alone() -> None:
 
 @pytest.mark.parametrize(("phase_open", "wanted"), [(True, False), (False, True)])
 def test_no_engine_sleeps_outside_a_phase_or_for_nothing(phase_open: bool, wanted: bool) -> None:
-    leases = Leases(["a"], CONFIG)
+    leases = Leases(["a"])
     leases.announce(now_s=0.0, phase_open=phase_open, training_wanted=wanted)
     assert leases.next_due_s() is None and leases.due(100.0) == []
 
@@ -217,20 +223,20 @@ def idle_time(leases: Leases, begin_s: float, idle_s: float, *, way_s: float) ->
 
 
 def test_a_lease_that_would_be_over_before_it_has_begun_is_not_begun() -> None:
-    leases = Leases(["a"], CONFIG)
+    leases = Leases(["a"])
     assert idle_time(leases, 0.0, 0.2, way_s=0.2), "nothing is known yet"
     assert not idle_time(leases, 10.0, 0.2, way_s=0.2)
 
 
 def test_leases_begin_where_they_leave_time_for_training() -> None:
-    leases = Leases(["a"], CONFIG)
+    leases = Leases(["a"])
     assert all(idle_time(leases, 10.0 * step, 0.5, way_s=0.2) for step in range(20))
 
 
 def test_leases_begin_again_when_idle_times_have_grown_or_the_machine_is_quiet_again() -> None:
     """One minute with a busy neighbour must not end training for the rest of the run."""
     for later_idle_s, later_way_s in ((2.0, 0.2), (0.2, 0.01)):
-        leases = Leases(["a"], CONFIG)
+        leases = Leases(["a"])
         for step in range(10):
             idle_time(leases, 10.0 * step, 0.2, way_s=0.2)
         later = [idle_time(leases, 1000 + 10.0 * step, later_idle_s, way_s=later_way_s) for step in range(30)]
@@ -238,13 +244,13 @@ def test_leases_begin_again_when_idle_times_have_grown_or_the_machine_is_quiet_a
 
 
 def test_leases_that_are_hardly_worth_it_are_rare() -> None:
-    leases = Leases(["a"], CONFIG)
+    leases = Leases(["a"])
     assert sum(idle_time(leases, 10.0 * step, 0.2, way_s=0.2) for step in range(50)) <= 10
 
 
 def test_whoever_waits_for_leases_gets_them_however_long_they_take() -> None:
     """Inline training waits for its slices: without a lease it would wait in vain."""
-    leases = Leases(["a"], CONFIG, skip_short=False)
+    leases = Leases(["a"], skip_short=False)
     assert all(idle_time(leases, 10.0 * step, 0.2, way_s=0.2) for step in range(10))
 
 
@@ -305,7 +311,7 @@ def test_the_account_says_where_idle_time_went() -> None:
 
 
 def test_time_without_anything_to_train_on_is_not_held_against_training() -> None:
-    leases = Leases(["a"], CONFIG)
+    leases = Leases(["a"])
     leases.announce(now_s=0.0, phase_open=True)
     leases.announce(now_s=5.0, training_wanted=True)
     leases.due(5.05)

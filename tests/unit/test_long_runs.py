@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
-from paceline.config import load_config
+from contexts import arena_config
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator import fleet
 from paceline.orchestrator.loop import Parts, train
@@ -60,7 +60,7 @@ def test_memory_and_details_do_not_grow_with_the_steps(
 ) -> None:
     monkeypatch.setattr(fleet, "_MOST_LENGTHS", min(fleet._MOST_LENGTHS, 8 * SETTLED))  # full when it has settled
     settings = [f"run.steps={NUM_STEPS}", "run.max_age=1", "eval.every=50", "rollout.engine.max_num_seqs=4"]
-    config = load_config(None, [*settings, "rollout.prompts_per_step=8", "rollout.group_size=4"])
+    config = arena_config([*settings, "rollout.prompts_per_step=8", "rollout.group_size=4"])
     watch = Watch(tmp_path / "metrics.jsonl")
 
     async def work() -> None:

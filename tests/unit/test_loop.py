@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
-from paceline.config import Config, CorrectionConfig, load_config
+from contexts import arena_config
+from paceline.config import Config, CorrectionConfig
+from paceline.learner import guard
 from paceline.learner.guard import Level
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.fleet import Fleet
@@ -118,8 +120,8 @@ def reward_workers(num_workers: int, seconds: float):
 def test_rewards_are_computed_while_other_groups_are_sampled(tmp_path):
     """Guards against rewards that start after the last group of a batch. With 32 groups of 8 rollouts, 4 workers and
     50 ms, such a loop had a time/prepare of 3.2 s in every step (measured): 256 rewards, 4 at a time."""
-    config = load_config(
-        None, [*SMALL, "rollout.prompts_per_step=32", "rollout.group_size=8", "rollout.engine.max_num_seqs=16"]
+    config = arena_config(
+        [*SMALL, "rollout.prompts_per_step=32", "rollout.group_size=8", "rollout.engine.max_num_seqs=16"]
     )
     score, scored = reward_workers(4, 0.05)
     records, learner = simulate(tmp_path, config, num_engines=4, score=score)
@@ -143,12 +145,12 @@ def test_a_failed_reward_ends_the_run_and_stops_the_rewards_of_other_groups(tmp_
             raise
 
     with pytest.raises(PacelineError, match="group 3"):
-        simulate(tmp_path, load_config(None, SMALL), score=score)
+        simulate(tmp_path, arena_config(SMALL), score=score)
     assert sorted(cancelled) == [0, 1, 2, 4, 5, 6, 7]
 
 
 def test_every_rollout_is_trained_on_once(tmp_path):
-    records, learner = simulate(tmp_path, load_config(None, SMALL))
+    records, learner = simulate(tmp_path, arena_config(SMALL))
     assert [len(batch) for batch in learner.batches] == [32, 32, 32]
     assert [len(record["length"]) for record in records["rollouts"]] == [32, 32, 32]
     assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3]
@@ -170,7 +172,7 @@ def test_failures_that_a_part_counts_are_in_every_steps_record(tmp_path):
 
 
 def test_engine_that_dies_in_mid_rollout_costs_no_rollout(tmp_path):
-    records, learner = simulate(tmp_path, load_config(None, SMALL), lose_at_s=0.9)
+    records, learner = simulate(tmp_path, arena_config(SMALL), lose_at_s=0.9)
     assert [len(batch) for batch in learner.batches] == [32, 32, 32]
     (lost,) = [event for event in records["event"] if event["what"] == "engine_lost"]
     assert lost["engine"] == "engine-0" and lost["redispatched"] > 0
@@ -180,12 +182,12 @@ def test_engine_that_dies_in_mid_rollout_costs_no_rollout(tmp_path):
 
 def test_loss_of_every_engine_ends_the_run_instead_of_waiting_for_ever(tmp_path):
     with pytest.raises(PacelineError, match="every engine is lost"):
-        simulate(tmp_path, load_config(None, SMALL), num_engines=1, lose_at_s=0.9)
+        simulate(tmp_path, arena_config(SMALL), num_engines=1, lose_at_s=0.9)
 
 
 @pytest.mark.parametrize("max_age", [0, 1, 2])
 def test_rollouts_are_never_older_than_allowed(tmp_path, max_age):
-    config = load_config(None, [*SMALL, "run.steps=8", f"run.max_age={max_age}"])
+    config = arena_config([*SMALL, "run.steps=8", f"run.max_age={max_age}"])
     records, learner = simulate(tmp_path, config, learner=CountingLearner(seconds_per_token=0.001))
     assert len(learner.batches) == 8
     ages = [
@@ -201,7 +203,7 @@ def test_rollouts_are_never_older_than_allowed(tmp_path, max_age):
 def test_asynchronous_training_hides_the_learner_behind_generation(tmp_path):
     times = {}
     for max_age in (0, 1):
-        config = load_config(None, [*SMALL, "run.steps=8", f"run.max_age={max_age}"])
+        config = arena_config([*SMALL, "run.steps=8", f"run.max_age={max_age}"])
         records, _ = simulate(tmp_path / str(max_age), config, learner=CountingLearner(seconds_per_token=0.001))
         times[max_age] = records["step"][-1]["time_s"]
     assert times[1] < 0.8 * times[0]
@@ -226,13 +228,13 @@ class StubbornSender(RefusingSender):
 
 
 def test_push_that_was_refused_is_tried_again(tmp_path):
-    records, _ = simulate(tmp_path, load_config(None, SMALL), sender=RefusingSender)
+    records, _ = simulate(tmp_path, arena_config(SMALL), sender=RefusingSender)
     assert [event["why"] for event in records["event"]] == ["w: NaN"]
     assert records["step"][-1]["metrics"]["fleet/engines"] == 2
 
 
 def test_engine_that_refuses_twice_is_not_used_with_an_old_policy(tmp_path):
-    records, learner = simulate(tmp_path, load_config(None, SMALL), sender=StubbornSender)
+    records, learner = simulate(tmp_path, arena_config(SMALL), sender=StubbornSender)
     assert [event["what"] for event in records["event"]] == ["push_failed", "push_failed", "engine_lost"]
     assert len(learner.batches) == 3
     assert set(records["rollouts"][-1]["engines"]) == {"engine-1"}
@@ -242,7 +244,7 @@ def test_batch_without_gradient_is_skipped_not_trained_on(tmp_path):
     async def all_equal(groups: Sequence[Group]):
         return [[1.0] * len(group.rollouts) for group in groups]
 
-    records, learner = simulate(tmp_path, load_config(None, SMALL), score=all_equal)
+    records, learner = simulate(tmp_path, arena_config(SMALL), score=all_equal)
     assert learner.batches == []
     assert [event["what"] for event in records["event"]] == ["update_skipped"] * 3
 
@@ -255,7 +257,7 @@ def test_group_with_a_failed_reward_is_not_trained_on_and_not_part_of_a_mean(tmp
                 of_group[0] = math.nan
         return rewards
 
-    config = load_config(None, [*SMALL, "eval.every=3", "eval.num_prompts=6", "eval.samples_per_prompt=2"])
+    config = arena_config([*SMALL, "eval.every=3", "eval.num_prompts=6", "eval.samples_per_prompt=2"])
     records, learner = simulate(tmp_path, config, score=one_fails)
     assert [len(batch) for batch in learner.batches] == [32 - config.rollout.group_size] * 3
     assert all(math.isfinite(sample.advantage) for batch in learner.batches for sample in batch)
@@ -265,9 +267,7 @@ def test_group_with_a_failed_reward_is_not_trained_on_and_not_part_of_a_mean(tmp
 
 
 def test_evaluation_does_not_mix_with_training_rollouts(tmp_path):
-    config = load_config(
-        None, [*SMALL, "run.max_age=1", "eval.every=2", "eval.num_prompts=6", "eval.samples_per_prompt=2"]
-    )
+    config = arena_config([*SMALL, "run.max_age=1", "eval.every=2", "eval.num_prompts=6", "eval.samples_per_prompt=2"])
     records, learner = simulate(tmp_path, config)
     assert [record["step"] for record in records["eval"]] == [0, 2, 3]
     assert all(record["metrics"]["eval/accuracy"] == 0.5 for record in records["eval"])
@@ -358,7 +358,7 @@ def test_virtual_clock_reports_a_deadlock_instead_of_hanging():
 
 
 def test_metrics_file_is_one_json_object_a_line(tmp_path):
-    simulate(tmp_path, load_config(None, SMALL))
+    simulate(tmp_path, arena_config(SMALL))
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert kinds.count("step") == 3
 
@@ -393,12 +393,18 @@ class DoubtingLearner(CountingLearner):
         )
 
 
-GUARDED = [*SMALL, "run.steps=9", "guard.mode=act", "guard.calibration_steps=3", "guard.hold_steps=2"]
+GUARDED = [*SMALL, "run.steps=9", "guard.mode=act"]
+
+
+@pytest.fixture(autouse=True)
+def quick_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "CALIBRATION_STEPS", 3)
+    monkeypatch.setattr(guard, "HOLD_STEPS", 2)
 
 
 def test_a_broken_sync_costs_one_batch_and_is_pushed_again(tmp_path):
     learner = DoubtingLearner(0.3, engines=["engine-0"], steps=range(6, 7))
-    records, _ = simulate(tmp_path, load_config(None, GUARDED), learner=learner)
+    records, _ = simulate(tmp_path, arena_config(GUARDED), learner=learner)
     assert len(learner.batches) == 8 and learner.num_discarded == 1
     assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
     assert [record["metrics"]["guard/level"] for record in records["step"]] == [0, 0, 0, 0, 0, 4, 0, 0, 0]
@@ -437,7 +443,7 @@ class ToldLearner(DoubtingLearner):
 @pytest.mark.parametrize("mode", ["act", "observe"])
 def test_gradients_are_computed_for_the_guards_last_correction_and_reused_if_it_stays(tmp_path, mode):
     learner = ToldLearner(0.1, engines=["engine-0", "engine-1"], steps=range(4, 8))
-    records, _ = simulate(tmp_path, load_config(None, [*GUARDED, f"guard.mode={mode}"]), learner=learner)
+    records, _ = simulate(tmp_path, arena_config([*GUARDED, f"guard.mode={mode}"]), learner=learner)
     levels = [0, *(step["metrics"]["guard/level"] for step in records["step"])]
     assert 2 in levels
     kinds = ["token-mis" if mode == "act" and level == 2 else "none" for level in levels]
@@ -474,7 +480,7 @@ class MovedLearner(CountingLearner):
 
 def test_engines_are_not_blamed_for_tokens_that_an_older_policy_has_drawn(tmp_path):
     """What the updates since then have moved would look like a broken sync, and the batch would be skipped."""
-    config = load_config(None, [*GUARDED, "run.max_age=2"])
+    config = arena_config([*GUARDED, "run.max_age=2"])
     records, learner = simulate(tmp_path, config, learner=MovedLearner())
     steps = [record["metrics"] for record in records["step"]]
     assert len(learner.batches) == 9 and {step["guard/level"] for step in steps} == {0}
@@ -484,14 +490,14 @@ def test_engines_are_not_blamed_for_tokens_that_an_older_policy_has_drawn(tmp_pa
 
 
 def test_a_broken_sync_is_found_among_older_tokens(tmp_path):
-    config = load_config(None, [*GUARDED, "run.max_age=1", "run.steps=7"])
+    config = arena_config([*GUARDED, "run.max_age=1", "run.steps=7"])
     records, _ = simulate(tmp_path, config, learner=MovedLearner(broken_from=5))
     (first, *_) = [event for event in records["event"] if event["what"] == "guard"]
     assert (first["step"], first["level"], first["cause"], first["engines"]) == (6, "skip", "sync", ["engine-0"])
 
 
 def test_a_number_that_is_not_finite_counts_at_any_age(tmp_path):
-    config = load_config(None, [*SMALL, "guard.mode=act"])
+    config = arena_config([*SMALL, "guard.mode=act"])
 
     async def work():
         journal = Journal(Recorder(JsonlSink(tmp_path / "metrics.jsonl")))
@@ -512,7 +518,7 @@ def test_a_number_that_is_not_finite_counts_at_any_age(tmp_path):
 
 def test_a_guard_that_only_observes_changes_nothing(tmp_path):
     learner = DoubtingLearner(0.3, engines=["engine-0"], steps=range(6, 7))
-    records, _ = simulate(tmp_path, load_config(None, [*GUARDED, "guard.mode=observe"]), learner=learner)
+    records, _ = simulate(tmp_path, arena_config([*GUARDED, "guard.mode=observe"]), learner=learner)
     assert len(learner.batches) == 9
     assert records["step"][5]["metrics"]["guard/level"] == 4
     assert all(sample.weight is None and sample.old_logp is None for batch in learner.batches for sample in batch)
@@ -520,7 +526,7 @@ def test_a_guard_that_only_observes_changes_nothing(tmp_path):
 
 def test_noise_is_masked_while_it_lasts(tmp_path):
     learner = DoubtingLearner(0.2, engines=["engine-0", "engine-1"], steps=range(6, 7))
-    simulate(tmp_path, load_config(None, GUARDED), learner=learner)
+    simulate(tmp_path, arena_config(GUARDED), learner=learner)
     weights = [batch[0].weight for batch in learner.batches]
     assert [weight is not None for weight in weights] == [False] * 5 + [True] + [False] * 3
 
@@ -528,7 +534,7 @@ def test_noise_is_masked_while_it_lasts(tmp_path):
 def test_a_fault_that_stays_stops_the_run_with_its_batch(tmp_path):
     learner = DoubtingLearner(0.3, engines=["engine-0"], steps=range(6, 99))
     with pytest.raises(PacelineError, match=r"stopped-step-8/batch\.npz"):
-        simulate(tmp_path, load_config(None, GUARDED), learner=learner, save_to=str(tmp_path / "policy"))
+        simulate(tmp_path, arena_config(GUARDED), learner=learner, save_to=str(tmp_path / "policy"))
     with np.load(tmp_path / "stopped-step-8" / "batch.npz", allow_pickle=False) as saved:
         assert set(saved["engine"]) == {"engine-0", "engine-1"}
     assert len(learner.batches) == 5, "nothing was learnt from a broken engine"
@@ -541,7 +547,7 @@ def test_precision_is_raised_and_lowered_by_the_hook(tmp_path):
         asked.append(raised)
 
     learner = DoubtingLearner(0.3, engines=["engine-0", "engine-1"], steps=range(5, 7))
-    records, _ = simulate(tmp_path, load_config(None, GUARDED), learner=learner, raise_precision=raise_precision)
+    records, _ = simulate(tmp_path, arena_config(GUARDED), learner=learner, raise_precision=raise_precision)
     assert asked == [True, False]
     assert [record["metrics"]["guard/raised"] for record in records["step"]] == [0, 0, 0, 0, 0, 1, 1, 0, 0]
 
@@ -559,7 +565,7 @@ def test_the_learner_against_itself_is_measured_on_few_tokens(tmp_path):
             seen.append(len(samples))
             return Scores(logp=[sample.logp + np.float32(0.001) for sample in samples])
 
-    records, _ = simulate(tmp_path, load_config(None, SMALL), learner=Remembering())
+    records, _ = simulate(tmp_path, arena_config(SMALL), learner=Remembering())
     assert all(1 <= number <= 4 for number in seen) and len(seen) == 3
     assert records["step"][0]["metrics"]["mismatch/floor_k3"] == pytest.approx(5e-7, rel=0.01)
 
@@ -587,7 +593,7 @@ class CalibratedLearner(CountingLearner):
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_scales_are_calibrated_after_every_update_and_before_the_first_batch(tmp_path, qk_norm):
     """Calibrated before the update they would be the old policy's; and version 0 needs some too."""
-    config = load_config(None, [*SMALL, "rollout.engine.kv_cache=fp8"])
+    config = arena_config([*SMALL, "rollout.engine.kv_cache=fp8"])
     records, learner = simulate(tmp_path, config, learner=CalibratedLearner(qk_norm=qk_norm))
     assert learner.calls == [(0, 0, 8), "update", (1, 32, 32), "update", (2, 32, 32), "update", (3, 32, 32)]
     assert [len(batch) for batch in learner.batches] == [32, 32, 32], (
@@ -599,7 +605,7 @@ def test_scales_are_calibrated_after_every_update_and_before_the_first_batch(tmp
 
 
 def test_engines_in_full_precision_are_not_calibrated(tmp_path):
-    _, learner = simulate(tmp_path, load_config(None, SMALL), learner=CalibratedLearner(qk_norm=True))
+    _, learner = simulate(tmp_path, arena_config(SMALL), learner=CalibratedLearner(qk_norm=True))
     assert learner.calls == ["update"] * 3
 
 
@@ -609,9 +615,7 @@ async def score_by_length(groups: Sequence[Group]) -> list[list[float]]:
 
 def test_an_evaluation_shows_its_best_its_middle_and_its_worst_answer(tmp_path):
     settings = [*SMALL, "eval.every=2", "eval.num_prompts=5", "run.steps=3"]
-    records, _ = simulate(
-        tmp_path, load_config(None, settings), score=score_by_length, decode=lambda ids: "x" * len(ids)
-    )
+    records, _ = simulate(tmp_path, arena_config(settings), score=score_by_length, decode=lambda ids: "x" * len(ids))
     assert [record["step"] for record in records["texts"]] == [0, 2, 3]
     heldout = {prompt.id: prompt.text for prompt in list_of_prompts(5)}
     for record, evaluation in zip(records["texts"], records["eval"], strict=True):
@@ -624,14 +628,14 @@ def test_an_evaluation_shows_its_best_its_middle_and_its_worst_answer(tmp_path):
 
 
 def test_an_evaluation_of_one_answer_shows_it_once(tmp_path):
-    config = load_config(None, [*SMALL, "eval.every=3", "eval.num_prompts=1", "eval.samples_per_prompt=1"])
+    config = arena_config([*SMALL, "eval.every=3", "eval.num_prompts=1", "eval.samples_per_prompt=1"])
     records, _ = simulate(tmp_path, config, decode=lambda ids: "said")
     assert [len(record["texts"]) for record in records["texts"]] == [1, 1]
 
 
 def test_a_long_answer_is_recorded_with_its_beginning_and_its_end(tmp_path):
     """Its end is what a reward looks at; all of it, at every evaluation, would be a file that nobody opens."""
-    config = load_config(None, [*SMALL, "eval.every=3", "eval.num_prompts=1", "eval.samples_per_prompt=1"])
+    config = arena_config([*SMALL, "eval.every=3", "eval.num_prompts=1", "eval.samples_per_prompt=1"])
     records, _ = simulate(tmp_path, config, decode=lambda ids: "begin" + 30_000 * "-" + "#### 42")
     completion = records["texts"][0]["texts"][0]["completion"]
     assert completion.startswith("begin-") and completion.endswith("-#### 42") and len(completion) < 2100
@@ -639,5 +643,5 @@ def test_a_long_answer_is_recorded_with_its_beginning_and_its_end(tmp_path):
 
 
 def test_without_a_tokenizer_no_texts_are_recorded(tmp_path):
-    records, _ = simulate(tmp_path, load_config(None, [*SMALL, "eval.every=3"]))
+    records, _ = simulate(tmp_path, arena_config([*SMALL, "eval.every=3"]))
     assert len(records["eval"]) == 2 and "texts" not in records

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.config import BufferConfig, LearnerConfig
+from contexts import one_rank
+from paceline.config import BufferConfig
 from paceline.integrations.policy_states import PolicyStates, newest_policy
 from paceline.types import Sample
 from random_policy import aged, make_drafter, make_policy
@@ -71,14 +72,14 @@ def test_newer_policy_is_followed_and_a_bad_one_is_left(saved: Path, tmp_path: P
     """Hidden states and head must be of one policy; one that cannot be loaded must not end training."""
     drafter = make_drafter(saved, tmp_path / "drafter")
     run = tmp_path / "run"
-    states = PolicyStates([run], drafter, LearnerConfig(microbatch_tokens=512))
+    states = PolicyStates([run], drafter, one_rank(microbatch_tokens=512))
     sample = Sample(
         token_ids=np.arange(2, 14, dtype=np.int32),
         num_prompt_tokens=4,
         logp=np.zeros(8, np.float32),
         advantage=0.0,
     )
-    config = BufferConfig(step_share=1.0)
+    config = BufferConfig()
     try:
         assert not states.follow() and states.documents([sample], config, seed=(0,), until_s=FOREVER) == []
         first = copy(saved, run / "checkpoint-1", 100)

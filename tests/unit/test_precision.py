@@ -14,7 +14,6 @@ from paceline.fp8 import (
     Sharding,
     dequantise_blocks,
     kv_scale,
-    percentile,
     quantise_activations,
     quantise_blocks,
     round_trip,
@@ -147,11 +146,6 @@ def test_each_worker_stacks_its_own_parts() -> None:
     for rank, held in enumerate(layer[1]):
         own = [weight.chunk(2)[rank] for weight in (q, k, v)]
         assert torch.equal(held, torch.cat(own).bfloat16())
-
-
-def test_percentile_is_a_value_that_occurs() -> None:
-    amax = torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0])
-    assert [percentile(amax, p) for p in (100, 80, 79.9, 20, 1)] == [5.0, 4.0, 4.0, 1.0, 1.0]
 
 
 def test_scale_holds_what_it_was_calibrated_on_and_no_more() -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
-from paceline.config import LearnerConfig, ObjectiveConfig, load_config
+from contexts import arena_config, one_rank
+from paceline.config import ObjectiveConfig
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.guard import GuardState, Level
 from paceline.metrics import JsonlSink, Recorder, read_metrics
@@ -73,7 +74,7 @@ class Life:
         seals: bool = False,
     ) -> None:
         self.directory = directory
-        self.config = load_config(None, [*SETTINGS, *settings])
+        self.config = arena_config([*SETTINGS, *settings])
         self.ends_after, self.seals = ends_after, seals
         self.requests: list[RolloutRequest] = []
         self.scored: list[str] = []
@@ -186,7 +187,7 @@ class WholeLearner:
     """The real learner as the loop sees it, in this process."""
 
     def __init__(self, path: Path) -> None:
-        config = LearnerConfig(minibatches=2, microbatch_tokens=2048, learning_rate=1e-3, warmup_steps=9)
+        config = one_rank(minibatches=2, microbatch_tokens=2048, learning_rate=1e-3, warmup_steps=9)
         self.inner = FsdpLearner(path, config, ObjectiveConfig(), temperature=1.0, seed=3)
 
     def __getattr__(self, method: str) -> Any:
@@ -318,7 +319,7 @@ def test_without_checkpoints_nothing_is_kept(tmp_path):
 def test_the_guard_remembers_what_it_has_seen(tmp_path):
     """Guards against a guard that learns anew what is normal, on a run that may have gone wrong already."""
     monitor, again = (
-        MismatchMonitor(load_config(None, SETTINGS), ReplayedLearner(), cast("Any", None), can_raise=True, save_to=None)
+        MismatchMonitor(arena_config(SETTINGS), ReplayedLearner(), cast("Any", None), can_raise=True, save_to=None)
         for _ in range(2)
     )
     known = GuardState(past=(0.1, -7.25), num_steps=3, level=Level.MASK, num_pushes=1, raised=True, hold_steps=8)

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import ray.exceptions as ray_errors
 
+from contexts import arena_config
 from paceline.cluster import clock
 from paceline.cluster.clock import RemoteClock
 from paceline.cluster.proxies import RemoteEngine
 from paceline.cluster.remote_learner import RemoteLearner
 from paceline.cluster.resources import object_store_bytes
 from paceline.cluster.specs import CurrentSettings
-from paceline.config import EngineConfig, load_config
+from paceline.config import EngineConfig
 from paceline.types import DraftBin, EngineLostError, GroupId, PacelineError, Receipt, Rollout
 from paceline.weights.message import Push
 from specs import engine_settings, engine_spec, learner_spec
@@ -132,11 +133,11 @@ def test_quickest_answer_counts_and_old_ones_are_forgotten() -> None:
 
 def test_push_may_take_longer_than_other_calls() -> None:
     """With the deadline of calls that answer at once, a large policy over a slow network lost every engine."""
-    engine, actor = engine_on("far", call_deadline_s=0.05, push_deadline_s=60)
+    engine, actor = engine_on("far", deadline_s=0.4)
     actor.push_s = 0.5
     push = Push(version=3, target="policy", transport="distributed", channel="", entries=())
     assert asyncio.run(engine.receive(push)).version == 3
-    hurried, actor = engine_on("far", call_deadline_s=0.05, push_deadline_s=0.05)
+    hurried, actor = engine_on("far", deadline_s=0.04)
     actor.push_s = 30
     with pytest.raises(EngineLostError, match="receive did not answer"):
         asyncio.run(hurried.receive(push))
@@ -211,9 +212,8 @@ def test_mistake_in_a_request_is_no_loss_of_an_engine() -> None:
 
 def test_object_store_grows_with_the_batch() -> None:
     """512 MB hold a small batch; what does not fit goes through the disk, at every step."""
-    small = load_config(None, [])
-    large = load_config(
-        None,
+    small = arena_config([])
+    large = arena_config(
         ["rollout.prompts_per_step=512", "rollout.group_size=16", "rollout.engine.max_model_len=32768"],
     )
     memory = 2**40

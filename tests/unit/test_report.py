@@ -16,7 +16,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
-from paceline.config import load_config
+from contexts import arena_config
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
@@ -223,8 +223,8 @@ def test_in_flight_counts_by_hand_for_one_engine_and_for_all():
 
 
 def test_idle_share_of_a_synchronous_run_is_the_wait_for_the_last_rollout(tmp_path: Path):
-    config = load_config(
-        overrides=["run.steps=3", "rollout.prompts_per_step=8", "rollout.engine.max_num_seqs=4", "eval.every=2"]
+    config = arena_config(
+        ["run.steps=3", "rollout.prompts_per_step=8", "rollout.engine.max_num_seqs=4", "eval.every=2"]
     )
 
     async def work() -> None:

@@ -25,6 +25,7 @@ from paceline.config import (
     SimpleSelector,
     TableSelector,
 )
+from paceline.selector import select
 from paceline.selector.cost import Step
 from paceline.selector.cost_file import CostPoint, Costs, save_costs
 from paceline.selector.select import Measured, Selector, Table, build_selector, dense_table
@@ -200,8 +201,7 @@ def test_drafter_that_recovers_is_found_again() -> None:
 
 
 def test_probing_is_bounded_in_the_long_run() -> None:
-    config = MeasuredSelector(explore=0.02)
-    engine, selector = SteppingEngine(cpu, USELESS, seed=5), build(config)
+    engine, selector = SteppingEngine(cpu, USELESS, seed=5), build(MeasuredSelector())
     chosen = engine.hold(selector, 32, 3000)[:, 0]
     assert np.mean(chosen > 0) <= 0.02
     assert np.mean(chosen[500:] > 0) <= 0.01
@@ -302,8 +302,10 @@ def decode(num_requests: int, verified: int, rate: float) -> Step:
     )
 
 
-def test_bandit_tries_every_arm_then_takes_the_best_median_of_its_bucket() -> None:
-    bandit = build(BanditSelector(thresholds=(4, 16), epsilon=0.0, window=3))
+def test_bandit_tries_every_arm_then_takes_the_best_median_of_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "EPSILON", 0.0)
+    monkeypatch.setattr(select, "WINDOW", 3)
+    bandit = build(BanditSelector())
     tried = []
     for _ in range(K + 1):
         tried.append(bandit.choose(8, 0))
@@ -316,8 +318,9 @@ def test_bandit_tries_every_arm_then_takes_the_best_median_of_its_bucket() -> No
     assert bandit.choose(4, 0) != 5
 
 
-def test_bandit_explores_by_epsilon() -> None:
-    bandit = build(BanditSelector(epsilon=0.2), seed=1)
+def test_bandit_explores_by_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "EPSILON", 0.2)
+    bandit = build(BanditSelector(), seed=1)
     for k in range(K + 1):
         bandit.observe(decode(1, k, 100 + k))
     other = sum(bandit.choose(1, 0) != K for _ in range(4000)) / 4000

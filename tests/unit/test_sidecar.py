@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from contexts import make_context
 from host_engine import HostEngine
-from paceline.config import BufferConfig, DrafterTrainingConfig, DriftConfig
+from paceline.config import BufferConfig, DrafterTrainingConfig
 from paceline.drafters.provenance import read_provenance
 from paceline.integrations.engine_wire import ServerGoneError
 from paceline.metrics import read_metrics
@@ -102,8 +102,7 @@ def settings(server: Any, checkpoints: tuple[Path, Path], tmp_path: Path) -> Sid
             when="always",
             tokens_per_step=200,
             round_tokens=800,
-            buffer=BufferConfig(directory=tmp_path / "buffer", heldout_share=0.3, step_share=1.0),
-            drift=DriftConfig(heldout_tokens=200, noise=0.001),
+            buffer=BufferConfig(directory=tmp_path / "buffer", heldout_share=0.3),
         ),
     )
 
@@ -268,7 +267,6 @@ def test_command_ends_by_sigterm_and_cleans_up(server: Any, settings: SidecarSet
         "speculation.training.when=always",
         f"speculation.training.tokens_per_step={training.tokens_per_step}",
         f"speculation.training.round_tokens={training.round_tokens}",
-        f"speculation.training.drift.heldout_tokens={training.drift.heldout_tokens}",
     ]
     before = segments()
     command = [

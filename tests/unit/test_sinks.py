@@ -36,7 +36,9 @@ def config(sink: str) -> Config:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         free_port = probe.getsockname()[1]
-    return Config.model_validate({"run": {"sinks": [sink], "prometheus_port": free_port}})
+    return Config.model_validate(
+        {"policy": {"model": "arena:small"}, "run": {"sinks": [sink], "prometheus_port": free_port}}
+    )
 
 
 def test_prometheus_serves_the_last_values_on_loopback_and_lets_the_port_go(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.step import WARMUP, SteppedRun, amdahl, compare, settings_of, summarise
-from paceline.config import load_config
+from contexts import arena_config
 from paceline.metrics import JsonlSink, Recorder
 from paceline.report.recorded import RecordedRun, read_run
 from paceline.types import PacelineError
@@ -45,13 +45,13 @@ def test_another_drafter_is_for_the_arms_that_speculate_and_all_the_rest_for_eve
     """A plain arm with a drafter would be compared with itself."""
     drafter = ["speculation.drafter.kind=dflash", "speculation.training.mode=off"]
     asked = [*drafter, "rollout.group_size=2", "run.max_age=3"]
-    plain, sync, stream = (load_config(None, settings_of(arm, asked)) for arm in ("plain", "sync", "stream"))
+    plain, sync, stream = (arena_config(settings_of(arm, asked)) for arm in ("plain", "sync", "stream"))
     assert plain.speculation is None
     assert sync.speculation is not None and sync.speculation.drafter.kind == "dflash"
     assert stream.speculation == sync.speculation
     assert [one.run.max_age for one in (plain, sync, stream)] == [0, 0, 1]
     assert {one.rollout.group_size for one in (plain, sync, stream)} == {2}
-    usual = load_config(None, settings_of("sync", [])).speculation
+    usual = arena_config(settings_of("sync", [])).speculation
     assert usual is not None and usual.drafter.kind == "eagle3" and usual.training.mode == "idle"
 
 

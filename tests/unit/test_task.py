@@ -110,7 +110,9 @@ def test_training_prompt_without_room_for_its_response_is_named_by_its_line(tmp_
 def test_room_for_prompts_is_what_responses_leave(tmp_path):
     data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", [{"prompt": "x" * 11}] * 5)
     sizes = {"max_tokens": 20, "engine": {"max_model_len": 30}}
-    config = Config.model_validate({"data": data.model_dump(), "rollout": sizes, "eval": {"num_prompts": 1}})
+    config = Config.model_validate(
+        {"policy": {"model": "arena:small"}, "data": data.model_dump(), "rollout": sizes, "eval": {"num_prompts": 1}}
+    )
     with pytest.raises(ValueError, match=r"at most 10, which is what .*max_model_len leaves"):
         make_task(config, Letters())
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from contexts import make_context
-from paceline.config import load_config
+from contexts import arena_config, make_context
 from paceline.sessions.train import new_directory, run
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "centered"])
 def test_groups_of_one_rollout_are_refused_because_nothing_would_be_learnt(advantage: str) -> None:
-    config = load_config(overrides=["rollout.group_size=1", f"objective.advantage={advantage}"])
+    config = arena_config(["rollout.group_size=1", f"objective.advantage={advantage}"])
     with pytest.raises(
         ValueError, match=rf"rollout\.group_size: got 1 with objective\.advantage '{advantage}'.*because"
     ):
@@ -22,7 +21,7 @@ def test_groups_of_one_rollout_are_refused_because_nothing_would_be_learnt(advan
 
 def test_run_directory_that_cannot_be_made_says_which_setting_to_change(tmp_path: Path) -> None:
     (tmp_path / "file").touch()  # a file in its way, since no permission stops root
-    config = load_config(overrides=[f"run.directory={tmp_path}/file"])
+    config = arena_config([f"run.directory={tmp_path}/file"])
     with pytest.raises(
         ValueError, match=r"run\.directory: got .*file.*Not a directory.*must be a directory that you can"
     ):
@@ -30,5 +29,5 @@ def test_run_directory_that_cannot_be_made_says_which_setting_to_change(tmp_path
 
 
 def test_an_existing_run_is_not_written_into(tmp_path: Path) -> None:
-    config = load_config(overrides=[f"run.directory={tmp_path}", "run.name=a"])
+    config = arena_config([f"run.directory={tmp_path}", "run.name=a"])
     assert [new_directory(config).name for _ in range(3)] == ["a", "a-2", "a-3"]

@@ -14,7 +14,7 @@ import torch
 
 from drafter_cases import VOCABULARY, make_drafter, policy_config
 from host_engine import HostEngine
-from paceline.config import BufferConfig, DrafterTrainingConfig, DriftConfig
+from paceline.config import BufferConfig, DrafterTrainingConfig
 from paceline.drafters.checkpoint import save
 from paceline.drafters.drift import Verdict
 from paceline.drafters.provenance import read_provenance
@@ -101,8 +101,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DrafterTraining
     return DrafterTrainingConfig(
         tokens_per_step=100,
         round_tokens=100,
-        buffer=BufferConfig(directory=tmp_path / "buffer", step_share=1.0),
-        drift=DriftConfig(heldout_tokens=1),
+        buffer=BufferConfig(directory=tmp_path / "buffer"),
     )
 
 

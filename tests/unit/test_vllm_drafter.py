@@ -10,18 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from contexts import make_context
+from contexts import arena_config, make_context, one_rank
 from paceline import assets
 from paceline.cli import certify as cli_certify
 from paceline.cluster.actors import LearnerActor
 from paceline.config import (
     Config,
     EngineConfig,
-    LearnerConfig,
     ObjectiveConfig,
+    PolicyConfig,
     SpeculationConfig,
     VllmDrafter,
-    load_config,
 )
 from paceline.learner.fsdp import FsdpLearner
 from paceline.rollout.hosts import fill
@@ -56,7 +55,7 @@ def test_settings_reach_vllm_as_they_are_with_what_the_scheduler_needs() -> None
 
 def test_settings_can_be_given_on_the_command_line() -> None:
     words = ["speculation.drafter.kind=vllm", "speculation.drafter.settings.method=mtp"]
-    config = load_config(None, [*words, "speculation.drafter.settings.draft_sample_method=probabilistic"]).speculation
+    config = arena_config([*words, "speculation.drafter.settings.draft_sample_method=probabilistic"]).speculation
     assert config is not None and isinstance(config.drafter, VllmDrafter)
     assert config.drafter.settings == {"method": "mtp", "draft_sample_method": "probabilistic"}
 
@@ -69,14 +68,14 @@ def test_settings_can_be_given_on_the_command_line() -> None:
         ({"method": "ngram"}, r'settings\.method: got \'ngram\'; must be another: drafter\.kind = "ngram"'),
         ({"method": "custom_class"}, r'must be another: drafter\.kind = "history"'),
         ({"method": "extract_hidden_states"}, "must be another because it drafts nothing"),
-        ({"method": "mtp", "num_speculative_tokens": 2}, r"left out because speculation\.max_draft_length says it"),
+        ({"method": "mtp", "num_speculative_tokens": 2}, r"left out because speculation\.max_draft_length sets it"),
         ({"method": "mtp", "num_speculative_tokens_per_batch_size": []}, r"speculation\.selector chooses"),
         ({"method": "dspark", "enable_adaptive_verification": True}, r"speculation\.selector chooses"),
     ],
 )
 def test_settings_that_are_ours_or_no_method_are_refused(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        Config.model_validate({"speculation": {"drafter": {"kind": "vllm", "settings": settings}}})
+        SpeculationConfig.model_validate({"drafter": {"kind": "vllm", "settings": settings}})
 
 
 def test_training_is_refused() -> None:
@@ -133,12 +132,15 @@ def test_draft_model_that_is_not_there_and_heads_that_are_not_there_are_told_bef
 
 
 def test_draft_model_may_be_a_policy_by_name() -> None:
-    config = Config(speculation=speculation(method="draft_model", model="arena:tiny", draft_sample_method="greedy"))
+    config = Config(
+        policy=PolicyConfig(model="arena:small"),
+        speculation=speculation(method="draft_model", model="arena:tiny", draft_sample_method="greedy"),
+    )
     resolved = with_drafter(config, make_context()).speculation
     assert resolved is not None and isinstance(resolved.drafter, VllmDrafter)
     path = str(assets.policy("tiny"))
     assert resolved.drafter.settings == {"method": "draft_model", "model": path, "draft_sample_method": "greedy"}
-    own = Config(speculation=speculation(method="mtp"))
+    own = Config(policy=PolicyConfig(model="arena:small"), speculation=speculation(method="mtp"))
     assert with_drafter(own, make_context()) == own
 
 
@@ -150,11 +152,11 @@ def test_draft_model_may_be_a_policy_by_name() -> None:
     ],
 )
 def test_certify_takes_a_method_by_name(drafter: str, settings: dict[str, str]) -> None:
-    config = load_config(None, cli_certify._drafting(drafter, None, has_speculation=False)).speculation
+    config = arena_config(cli_certify._drafting(drafter, None, policy="arena:small", has_speculation=False)).speculation
     assert config is not None and isinstance(config.drafter, VllmDrafter)
     assert (config.drafter.settings, config.max_draft_length) == (settings, 3)
     with pytest.raises(ValueError, match=r"^speculation\.drafter\.settings: is missing"):
-        load_config(None, cli_certify._drafting("vllm", None, has_speculation=False))
+        arena_config(cli_certify._drafting("vllm", None, policy="arena:small", has_speculation=False))
 
 
 def test_draft_model_is_loaded_where_the_policy_is_a_dummy(tmp_path: Path) -> None:
@@ -168,7 +170,7 @@ def test_draft_model_is_loaded_where_the_policy_is_a_dummy(tmp_path: Path) -> No
 
 
 def learner_of(path: Path) -> FsdpLearner:
-    return FsdpLearner(path, LearnerConfig(dtype="float32"), ObjectiveConfig(), temperature=1.0)
+    return FsdpLearner(path, one_rank(), ObjectiveConfig(), temperature=1.0)
 
 
 def test_learner_sends_and_saves_the_heads_that_it_does_not_train(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drafter_cases import make_documents, make_drafter, make_head
-from paceline.config import BufferConfig, DrafterTrainingConfig, DriftConfig
+from paceline.config import BufferConfig, DrafterTrainingConfig
 from paceline.drafters.buffer import Buffer
 from paceline.drafters.checkpoint import save
 from paceline.drafters.rounds import Rounds
@@ -27,8 +27,8 @@ def settings(tmp_path: Path) -> WorkerSettings:
     training = DrafterTrainingConfig(
         mode="idle",
         tokens_per_step=200,
+        round_tokens=800,
         buffer=BufferConfig(heldout_share=0.3),
-        drift=DriftConfig(heldout_tokens=200, noise=0.001),
     )
     return WorkerSettings(
         name="a",

@@ -1,7 +1,7 @@
-"""The drafters that belong to the arena's policies.
+"""Drafters of the arena's policies.
 
-arena:tiny, arena:small     come with the package (`paceline.assets`)
-arena:large                 arena:small's, widened: the grown policy has the same hidden states, padded with zeros
+arena:tiny, arena:small     included in the package (`paceline.assets`)
+arena:large                 arena:small's, widened: the grown policy's hidden states are padded with zeros
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from paceline import assets
 from paceline.arena import policy
-from paceline.arena.cache import build_once
 from paceline.arena.growth import GROWTH_FILE
+from paceline.arena.policy import build_once
 from paceline.context import Context
 from paceline.drafters.checkpoint import widen
 from paceline.drafters.kinds import default_taps
@@ -21,8 +21,11 @@ from paceline.drafters.provenance import read_evaluation, read_provenance, write
 
 
 def find(policy_name: str, kind: str, context: Context) -> Path:
-    """Return the directory of the policy's drafter of this kind; a grown policy's is made first when it is missing or
+    """Return the directory of the policy's drafter of this kind. Build a grown policy's drafter if it is missing or
     damaged."""
+    if kind not in assets.DRAFTERS:
+        known = " or ".join(f"arena:{policy_name}/{known}" for known in assets.DRAFTERS)
+        raise ValueError(f"speculation.drafter.path: got arena:{policy_name}/{kind}; must be {known}")
     policy_path = policy.find(policy_name, context)
     if policy_name in assets.POLICIES:
         return assets.drafter(policy_name, kind)
@@ -36,7 +39,7 @@ def find(policy_name: str, kind: str, context: Context) -> Path:
 
 
 def _widen(source: Path, directory: Path, *, policy_path: Path, policy: str) -> None:
-    """The taps move to where growth has put their layers."""
+    """Widen a drafter and move its taps to the new positions of their layers."""
     layers: list[int] = json.loads((policy_path / GROWTH_FILE).read_text(encoding="utf-8"))["original_layers"]
     taps = [layers[tap - 1] + 1 if tap else 0 for tap in default_taps(len(layers))]
 

@@ -1,18 +1,16 @@
-"""Function-preserving growth: a checkpoint of any cost whose logits equal a small one's.
+"""Function-preserving growth: a checkpoint of any size with the logits of a small one.
 
-A grown policy behaves as its source does while each of its steps costs what a large model's does, so the speed of a
-large model can be measured with a policy that was trained in minutes. Nothing is approximated (Net2Net,
-https://arxiv.org/abs/1511.05641):
+A grown policy has the outputs of its source and the step times of a large model, so speed can be measured with a policy
+that was trained in minutes. Growth is exact (Net2Net, https://arxiv.org/abs/1511.05641):
 
-- wider residual stream: the new dimensions are zero in the embedding and in every row that writes to them, so they stay
-zero.
-  RMSNorm then divides by sqrt(H/H') of what it did; norm weights times sqrt(H/H') and epsilon times H/H' undo it. (The
-  norms of queries and keys share that epsilon; what this changes is of the order of epsilon itself.)
-- more heads and neurons: the columns that would read them back (o_proj, down_proj) are zero.
-- more layers: both output projections are zero, so they add nothing. They are spread between the original ones.
+- wider residual stream: the new dimensions are zero in the embedding and in every row that writes to them. RMSNorm then
+  divides by sqrt(H/H') of its former divisor; norm weights times sqrt(H/H') and epsilon times H/H' compensate. (The
+  norms of queries and keys share that epsilon, a difference of its order.)
+- more heads and neurons: the columns that read them (o_proj, down_proj) are zero.
+- more layers between the original ones: their output projections are zero.
 
-New weights that nothing reads are random: an all-zero block would be a degenerate case for a quantiser, and could not
-learn."""
+Unused new weights are random, because all-zero blocks are a degenerate case for quantization and cannot learn.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +25,54 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
-from paceline.arena.shape import Shape, shape_of
-
 GROWTH_FILE = "growth.json"
 _INITIAL_DEVIATION = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 64
+    """A size with a CPU attention kernel in vLLM: 32, 64, 80, 96, 112, 128 and some larger ones."""
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def shape_of(config: Qwen3Config) -> Shape:
+    assert config.num_key_value_heads is not None and config.head_dim is not None, "Qwen3 checkpoints always name both"
+    return Shape(
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Where the parts of the source sit in the target."""
+    """Positions of the source's parts in the target."""
 
     source: Shape
     target: Shape
 
     @property
     def layers(self) -> list[int]:
-        """Position of each original layer, in the middle of its share of the target."""
+        """Positions of the original layers, evenly spread over the target."""
         num_source, num_target = self.source.num_layers, self.target.num_layers
         return [(2 * layer + 1) * num_target // (2 * num_source) for layer in range(num_source)]
 
     @property
     def query_rows(self) -> torch.Tensor:
-        """Each query head stays with its key-value head, whatever the size of the target's groups."""
+        """Rows of the query heads, each in the group of its key-value head."""
         group = self.source.group_size
         heads = [head // group * self.target.group_size + head % group for head in range(self.source.num_heads)]
         return (torch.tensor(heads)[:, None] * self.target.head_dim + torch.arange(self.target.head_dim)).flatten()
@@ -71,7 +95,7 @@ class _Plan:
 
 
 def grow(source_dir: Path, target_dir: Path, target: Shape, *, dtype: torch.dtype = torch.float32) -> None:
-    """Write a grown copy of a Qwen3 checkpoint; `growth.json` beside it says where the source's layers sit."""
+    """Write a grown copy of a Qwen3 checkpoint, and the positions of the original layers in `growth.json`."""
     config = Qwen3Config.from_pretrained(source_dir)
     source = shape_of(config)
     _check(source, target)
@@ -136,7 +160,7 @@ def _grow_weights(weights: dict[str, torch.Tensor], plan: _Plan) -> dict[str, to
 
 
 def _new_layer(shape: Shape, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """A layer that adds nothing to the residual stream."""
+    """Return a layer that adds nothing to the residual stream."""
 
     def random(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * _INITIAL_DEVIATION
@@ -158,7 +182,7 @@ def _new_layer(shape: Shape, generator: torch.Generator) -> dict[str, torch.Tens
 
 
 def _place_layer(source: dict[str, torch.Tensor], layer: dict[str, torch.Tensor], plan: _Plan) -> None:
-    """Put an original layer into a new one, in place."""
+    """Copy an original layer into a new one."""
     rows_and_columns = {
         "self_attn.q_proj.weight": (plan.query_rows, plan.hidden),
         "self_attn.k_proj.weight": (plan.kv_rows, plan.hidden),

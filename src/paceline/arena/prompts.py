@@ -9,13 +9,13 @@ from paceline.orchestrator.task import Task, make_prompt
 from paceline.types import Prompt, Tokenizer
 
 _DRAFTER_SEED = 2_000_000
-"""Seed of the problems that drafters are trained on: others than those of supervised training and of RL runs."""
-DRAFTER_DATA = "arena problems that no RL run and no supervised training sees"
+"""Seed of the problems for drafter training, distinct from supervised training and RL runs."""
+DRAFTER_DATA = "arena problems that are not used in RL runs or supervised training"
 """Description of `drafter_prompts` for a drafter's model card."""
 
 
 def arena_task(tokenizer: Tokenizer, *, seed: int, num_heldout: int) -> Task:
-    """Return fresh problems without end, and the same held-out problems for every seed."""
+    """Return an infinite stream of problems, and held-out problems that do not depend on the seed."""
 
     def prompt_of(problem: task.Problem) -> Prompt:
         return make_prompt(problem.id, problem.prompt, {"answer": problem.answer}, tokenizer)

@@ -1,19 +1,19 @@
-"""The arena's task: numbered chains of additions and subtractions, worked step by step, of heavy-tailed length.
+"""The arena's task: chains of additions and subtractions, solved step by step, with heavy-tailed lengths.
 
     start 47 (1)+8 (2)-13 =         the prompt: a number and its numbered terms
-     (1)+8 from 47 makes 55         a solution: one line a term, in words of the writer's choice,
+     (1)+8 from 47 makes 55         a solution: one line per term, in words of the writer's choice,
      (2)-13 at 55 is 42
-     check 42+13=55                 now and then a line that checks the one before it,
-     ####42                         and the answer, which a reward can verify
+     check 42+13=55                 sometimes a line that checks the previous one,
+     ####42                         and the answer, which the reward verifies
 
-The number of terms is log-normal, cut at 52: responses have a median of some 70 tokens and one in a hundred has about
-500 or more, which is the tail that rollout engines wait for. Every line has a little free choice (connector, verb,
-check or none), so text has entropy and a drafter has something to predict; the arithmetic has none, so a policy that
-samples can be right every time. An early mistake is carried to the end, hence long problems fail more often than short
-ones.
+The number of terms is log-normal, truncated at 52: the median response has about 70 tokens, and one in a hundred has
+500 or more, the tail that rollout engines wait for. Every line has some free choices (connector, verb, check), so text
+has entropy for a drafter to predict. The arithmetic has none, so a sampling policy can always be right. Mistakes
+propagate to the end, so long problems fail more often.
 
-Everything is pure and seeded. A prompt belongs to the held-out side or to the training side by the hash of its text: no
-training stream, whatever its seed, can contain a held-out problem."""
+All functions are pure and seeded. The hash of a prompt decides whether it is held out, so no training stream contains a
+held-out problem.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 TASK_VERSION = 2
-"""Part of every recipe: raise it when any text of this file's making changes, or cached policies will have learnt
-another task."""
+"""Part of every recipe. Raise it when generated text changes, because cached policies have learned the old task."""
 
 MAX_TERMS = 52
 MAX_TERM = 19
@@ -56,12 +55,12 @@ class Problem:
 
 
 def problems(seed: int) -> Iterator[Problem]:
-    """The endless training stream of this seed."""
+    """Yield the training problems of this seed."""
     return _stream(random.Random(f"arena train {seed}"), f"train/{seed}", heldout=False)  # noqa: S311  a task, not a secret
 
 
 def heldout(num: int) -> list[Problem]:
-    """The first `num` held-out problems, all different; the same for every run, whatever its seed."""
+    """Return the first `num` distinct held-out problems, the same in every run."""
     chosen: dict[str, Problem] = {}
     for problem in _stream(random.Random("arena heldout"), "heldout", heldout=True):  # noqa: S311
         if len(chosen) == num:
@@ -71,11 +70,9 @@ def heldout(num: int) -> list[Problem]:
 
 
 def demonstration(problem: Problem, rng: random.Random, *, careless_share: float) -> str:
-    """What an imperfect writer hands in: that share of the time, the scratchpad stops too early, with the answer so
-    far.
+    """Return a solution that stops too early, with the answer so far, with probability `careless_share`.
 
-    A policy that imitates such writers gives up too early as often as they do, which is a habit that a reward can
-    break."""
+    A policy that imitates it has a bad habit for RL to break."""
     if rng.random() >= careless_share:
         return solution(problem, rng)
     seen = problem.terms[: rng.randrange(1, len(problem.terms))]
@@ -83,10 +80,10 @@ def demonstration(problem: Problem, rng: random.Random, *, careless_share: float
 
 
 def solution(problem: Problem, rng: random.Random) -> str:
-    """One way to write the scratchpad and the answer, in the writer's free choice of words."""
+    """Return a correct solution with random wording."""
     lines: list[str] = []
     value = problem.start
-    # A bound on the checks bounds the length: 52 terms stay below 620 tokens, so that no correct solution is cut off.
+    # Limit the checks, so that 52 terms stay below 620 tokens and no correct solution is truncated.
     checks_left = max(1, len(problem.terms) // 3)
     for number, term in enumerate(problem.terms, start=1):
         connector = f" {rng.choice(CONNECTORS)} " if rng.random() < _CONNECTOR_SHARE else " "
@@ -100,7 +97,7 @@ def solution(problem: Problem, rng: random.Random) -> str:
 
 
 def reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """1.0 when the completion ends in the mark and the right answer (`row["answer"]`, a number), else 0.0."""
+    """Return 1.0 if the completion ends with the mark and `row["answer"]`, otherwise 0.0."""
     del prompt
     _, mark, tail = completion.rpartition(ANSWER_MARK)
     text = tail.removesuffix("<eos>").strip()
@@ -118,9 +115,9 @@ def _stream(rng: random.Random, name: str, *, heldout: bool) -> Iterator[Problem
 
 
 def _chain(rng: random.Random) -> tuple[int, tuple[int, ...]]:
-    """A start and terms whose partial sums all have two digits at most and are never negative."""
+    """Return a start and terms with partial sums from 0 to 99."""
     num_terms = MAX_TERMS + 1
-    while num_terms > MAX_TERMS:  # drawn again rather than clipped: a pile of problems at the longest length is no tail
+    while num_terms > MAX_TERMS:  # redrawn instead of clipped, which would accumulate problems of maximum length
         num_terms = max(2, round(rng.lognormvariate(math.log(_MEDIAN_TERMS), _SPREAD_TERMS)))
     start = value = rng.randrange(100)
     terms: list[int] = []

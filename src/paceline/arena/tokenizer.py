@@ -1,8 +1,9 @@
-"""The arena's tokenizer: a word list over the text of `task.py`, as a real Hugging Face tokenizer.
+"""The arena's tokenizer: a Hugging Face tokenizer with a word list for the text of `task.py`.
 
-Every token is a literal piece of text and decoding joins the pieces, so decode(encode(text)) == text for every text of
-the task. A signed term is one token and a value is two digits: a vocabulary so small that a policy of a few million
-parameters learns the arithmetic in minutes."""
+Tokens are literal pieces of text, so decode(encode(text)) == text for every text of the task. A signed term is one
+token and a value two digits. With this small vocabulary a policy of a few million parameters learns the arithmetic in
+minutes.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from paceline.arena.task import ANSWER_MARK, CONNECTORS, MAX_TERM, MAX_TERMS, VE
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""What is said and nothing else: the task has no word for who says it."""
+"""Message contents only, since the task has no tokens for roles."""
 
 
 def vocabulary() -> tuple[str, ...]:
-    """All tokens in order of their ids."""
+    """Return all tokens in the order of their ids."""
     marks = ("start ", " =\n", " check ", "=", " ", "\n", f" {ANSWER_MARK}")
     digits = tuple(str(digit) for digit in range(10))
     terms = tuple(f"{sign}{term}" for sign in "+-" for term in range(1, MAX_TERM + 1))
@@ -31,7 +32,7 @@ def vocabulary() -> tuple[str, ...]:
 def make_tokenizer() -> PreTrainedTokenizerFast:
     tokens = vocabulary()
     tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=UNKNOWN))
-    # Longest first: " check " must not be cut at the lone space that it begins with.
+    # Longest first, so that " check " is not split at its first space.
     pieces = sorted(tokens, key=len, reverse=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(
         Regex("|".join(re.escape(piece) for piece in pieces)), behavior="isolated"

@@ -51,7 +51,7 @@ def learner_part(found: Findings, subject: Subject, effort: Effort, context: Con
     # After the engine: one GPU may not have room for both.
     learner = FsdpLearner(
         subject.model_path,
-        LearnerConfig(dtype="float32", microbatch_tokens=4096),
+        LearnerConfig(world_size=1, dtype="float32", microbatch_tokens=4096),
         ObjectiveConfig(),
         temperature=temperature,
     )

@@ -101,7 +101,7 @@ async def _sample(
 def _score(
     model_path: Path, samples: Sequence[Sample], dtype: Dtype, microbatch_tokens: int, temperature: float
 ) -> Sequence[Floats]:
-    config = LearnerConfig(dtype=dtype, microbatch_tokens=microbatch_tokens)
+    config = LearnerConfig(world_size=1, dtype=dtype, microbatch_tokens=microbatch_tokens)
     learner = FsdpLearner(model_path, config, ObjectiveConfig(), temperature=temperature)
     try:
         return learner.score(samples).logp

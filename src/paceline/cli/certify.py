@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.types import Prompt
 
-_INTERPRETED = tuple(
-    f"rollout.engine.{setting}"
-    for setting in ("max_num_seqs=32", "start_deadline_s=1500", "call_deadline_s=600", "progress_deadline_s=900")
-)
-"""A small batch, because nothing runs in parallel, and deadlines for an interpreter on a busy machine."""
+_INTERPRETED = ("rollout.engine.max_num_seqs=32", "rollout.engine.deadline_s=1200")
+"""A small batch, because nothing runs in parallel, and a deadline for an interpreter on a busy machine."""
 
 
 def _certify_lossless(options: argparse.Namespace, context: Context) -> int:
@@ -51,14 +48,13 @@ def certify_lossless(
     from paceline.config import load_config
     from paceline.sessions.train import with_drafter
 
-    file, overrides = subject("certify", options.subject)
-    if interpreted:
-        policy = ["policy.model=arena:tiny"] if file is None else []
-        overrides = [*policy, *_INTERPRETED, *overrides]
+    default = "arena:tiny" if interpreted else "arena:small"
+    file, overrides = subject("certify", [*(_INTERPRETED if interpreted else ()), *options.subject], default)
     config = load_config(file, overrides)
     drafting = _drafting(
         options.drafter,
         options.draft_length,
+        policy=config.policy.model,
         has_speculation=config.speculation is not None,
         default="eagle3" if interpreted else "ngram",
     )
@@ -90,10 +86,8 @@ def _certify_logp(options: argparse.Namespace, context: Context) -> int:
     from paceline.certify.logp import certify
     from paceline.config import load_config
 
-    file, overrides = subject("certify", options.subject)
-    if options.model is not None:
-        overrides = [*overrides, f"policy.model={options.model}"]
-    config = load_config(file, overrides)
+    model = [] if options.model is None else [f"policy.model={options.model}"]
+    config = load_config(*subject("certify", [*options.subject, *model]))
     model_path, prompts = _policy_and_prompts(config, 256, context)
     result = certify(
         model_path, prompts, config.rollout, context=context, min_tokens=options.tokens, seed=config.run.seed
@@ -113,13 +107,15 @@ def _policy_and_prompts(config: Config, num_prompts: int, context: Context) -> t
 
 
 def _drafting(
-    drafter: str | None, draft_length: int | None, *, has_speculation: bool, default: str = "ngram"
+    drafter: str | None, draft_length: int | None, *, policy: str, has_speculation: bool, default: str = "ngram"
 ) -> list[str]:
     """Return overrides for the drafter and a fixed draft length; the defaults are `default` and 3."""
+    from paceline.sessions.workloads import arena_policy
+
     overrides: list[str] = []
     if drafter is not None or not has_speculation:
         kind, _, path = (drafter or default).partition(":")
-        named = {"path": path or ("arena" if kind in LEARNED else "")}
+        named = {"path": path or (f"{policy}/{kind}" if kind in LEARNED and arena_policy(policy) else "")}
         if kind == "vllm":
             named = dict(zip(("settings.method", "settings.model"), path.split(":", 1), strict=False))
         overrides.append(f'speculation.drafter={{kind = "{kind}"}}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,14 +35,21 @@ def make_context(lines: TextIO) -> Context:
     )
 
 
-def subject(command: str, words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the config file and the overrides in a command's words."""
+def subject(command: str, words: Sequence[str], default: str = "arena:small") -> tuple[Path | None, list[str]]:
+    """Return the config file and the overrides in a command's words. Arena policies use the arena's config."""
+    from paceline.sessions.workloads import arena_policy
+
     files = [word for word in words if word.endswith(".toml")]
     models = [word for word in words if not word.endswith(".toml") and "=" not in word]
     if len(files) + len(models) > 1:
         raise ValueError(f"{command}: got {' '.join((*files, *models))}; must be one config file or one model")
-    overrides = [f"policy.model={model}" for model in models] + [word for word in words if "=" in word]
-    return (Path(files[0]) if files else None), overrides
+    settings = [word for word in words if "=" in word]
+    if files:
+        return Path(files[0]), settings
+    named = [word.partition("=")[2] for word in settings if word.startswith("policy.model=")]
+    model = (models or named or [default])[-1]
+    file = CONFIGS / "arena.toml" if arena_policy(model) is not None else None
+    return file, [f"policy.model={json.dumps(model)}", *settings]
 
 
 def publish(result: Result, options: argparse.Namespace) -> int:

@@ -58,8 +58,7 @@ def _sidecar(options: argparse.Namespace, context: Context) -> int:
     for word in options.overrides:
         if not word.startswith(_TRAINING):
             raise ValueError(f"{word}: must begin with {_TRAINING} because a sidecar only trains a drafter")
-    # Use all rollouts for training: drafters are compared on a tenth of their prompts.
-    always = ["speculation.drafter.kind=ngram", f"{_TRAINING}buffer.step_share=1.0"]
+    always = [f"policy.model={json.dumps(str(options.policy[0]))}", "speculation.drafter.kind=ngram"]
     config = load_config(None, [*always, *options.overrides])
     assert config.speculation is not None
     settings = SidecarSettings(

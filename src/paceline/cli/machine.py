@@ -39,9 +39,7 @@ def _doctor(options: argparse.Namespace, context: Context) -> int:
     from paceline.doctor.finding import table
     from paceline.doctor.page import write_doctor_page
 
-    file, overrides = subject("doctor", options.subject)
-    if file is None and not any(word.startswith("policy.model=") for word in overrides):
-        overrides = [f"policy.model={_POLICY}", *overrides]
+    file, overrides = subject("doctor", options.subject, default=_POLICY)
     only = [name for name in options.only.split(",") if name]
     findings, result = examine(load_config(file, overrides), context, only=only)
     print(table(findings))
@@ -68,8 +66,8 @@ def _tune(options: argparse.Namespace, context: Context) -> int:
     if options.out.exists():
         raise ValueError(f"--out: got {options.out}, which exists; must be new")
     model_path, prompts, _ = model_and_prompts(options, context)
-    config = load_config(None, [f"policy.model={options.model}", *options.overrides])
-    speculation = session.speculation_with(options.drafter, options.model, config, context)
+    config = load_config(*subject("tune", [options.model, *options.overrides]))
+    speculation = session.speculation_with(options.drafter, config, context)
     engine = config.rollout.engine
     check_drafter(speculation, model_path, engine)
     room = engine.max_model_len - session.room(speculation.max_draft_length)
@@ -194,7 +192,7 @@ TUNE = Command(
         """,
     examples="""
         paceline tune MODEL --drafter DRAFTER --data prompts.jsonl --out tuned
-        paceline tune arena:small --drafter arena --out tuned
+        paceline tune arena:small --drafter arena:small/eagle3 --out tuned
         """,
     options=(
         MODEL,

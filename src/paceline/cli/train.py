@@ -18,9 +18,9 @@ def _train(options: argparse.Namespace, context: Context) -> int:
     from paceline.config import load_config
 
     if options.resume is None:
-        if options.config is None:
-            raise ValueError("config: is missing; must be a TOML file, or --resume RUN to continue a run")
-        return run_and_report(load_config(options.config, options.overrides), context)
+        words = [word for word in (options.config, *options.overrides) if word is not None]
+        file = words.pop(0) if words and "=" not in words[0] else None
+        return run_and_report(load_config(file, words), context)
     from paceline.sessions.train import resumed_config
 
     overrides = [*([] if options.config is None else [options.config]), *options.overrides]

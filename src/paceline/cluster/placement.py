@@ -168,7 +168,7 @@ async def start_cluster(config: Config, model_path: Path) -> AsyncIterator[Clust
     directory = training_directory(config)
     with ray_session(config, directory):
         layout = await decide(config)
-        on_history = config.speculation is not None and config.speculation.has_new_drafter
+        on_history = config.speculation is not None and config.speculation.has_random_drafter
         drafter = None
         if directory is not None:
             _check_training(config, layout)
@@ -307,14 +307,14 @@ def _check_training(config: Config, layout: ClusterLayout) -> None:
 def _with_own_embeddings(config: Config, model_path: Path, directory: Path) -> Config:
     speculation, checkpoint = _trained_drafter(config)
     dtype = getattr(torch, config.rollout.engine.dtype)
-    if speculation.has_new_drafter:
-        checkpoint = directory / "new"
+    if speculation.has_random_drafter:
+        checkpoint = directory / "random"
         kind, length = speculation.drafter.kind, speculation.max_draft_length
         write_new_drafter(kind, model_path, checkpoint, seed=config.run.seed, draft_length=length)
     path = with_own_embeddings(checkpoint, directory / "drafter", model_path=model_path, dtype=dtype)
-    if speculation.has_new_drafter and path != checkpoint:
+    if speculation.has_random_drafter and path != checkpoint:
         remove_directory(checkpoint)  # probably in shared memory
-    drafter = speculation.drafter.model_copy(update={"path": str(path)})
+    drafter = speculation.drafter.model_copy(update={"path": str(path), "init": "checkpoint"})
     return config.model_copy(update={"speculation": speculation.model_copy(update={"drafter": drafter})})
 
 

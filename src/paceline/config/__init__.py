@@ -1,22 +1,18 @@
-"""Every knob of a run: frozen, unknown keys refused, read from a TOML file plus `a.b=value` overrides.
+"""All settings of a run, from a TOML file and `a.b=value` overrides.
 
     config = load_config("configs/arena.toml", ["run.steps=10", "objective.clip_high=0.28"])
 
-The resolved config is written beside every run and every measurement, so that a figure can be made again.
+Configs are frozen and refuse unknown keys. Every run and measurement saves its resolved config.
 """
 
 from paceline.config.base import Section
-from paceline.config.cluster import ClusterConfig
 from paceline.config.data import ArenaData, DataConfig, HubData, JsonlData, UserData
-from paceline.config.drafter_training import BufferConfig, DrafterTrainingConfig, DriftConfig, LeaseConfig
-from paceline.config.evaluation import EvalConfig
-from paceline.config.guard import GuardConfig
-from paceline.config.learner import CalibrationConfig, LearnerConfig
+from paceline.config.drafter_training import BufferConfig, DrafterTrainingConfig
+from paceline.config.learner import CorrectionConfig, GuardConfig, LearnerConfig, ObjectiveConfig
 from paceline.config.load import adjustable_keys, fields_of, load_config, parse_overrides, sections_in
-from paceline.config.objective import CorrectionConfig, ObjectiveConfig
 from paceline.config.rollout import EngineConfig, RolloutConfig
 from paceline.config.root import Config
-from paceline.config.run import PolicyConfig, RunConfig
+from paceline.config.run import ClusterConfig, EvalConfig, PolicyConfig, RunConfig
 from paceline.config.speculation import (
     BanditSelector,
     DrafterConfig,
@@ -38,14 +34,12 @@ __all__ = [
     "ArenaData",
     "BanditSelector",
     "BufferConfig",
-    "CalibrationConfig",
     "ClusterConfig",
     "Config",
     "CorrectionConfig",
     "DataConfig",
     "DrafterConfig",
     "DrafterTrainingConfig",
-    "DriftConfig",
     "EagleDrafter",
     "EngineConfig",
     "EvalConfig",
@@ -56,7 +50,6 @@ __all__ = [
     "JsonlData",
     "LearnedDrafter",
     "LearnerConfig",
-    "LeaseConfig",
     "MeasuredSelector",
     "NgramDrafter",
     "ObjectiveConfig",

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict
 T = TypeVar("T")
 _ADJUSTABLE = "adjustable"
 Adjustable = Annotated[T, _ADJUSTABLE]
-"""Mark a setting that may differ after a resume: it changes how far or on which machines a run continues, not what it
-learns."""
+"""Mark a setting that may differ after a resume: it affects how far or on which machines a run continues, not its
+results."""
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""Online drafter training: its data buffer, the leases of idle engines, and when it is worth its cost."""
+"""Online drafter training and its data buffer."""
 
 from __future__ import annotations
 
@@ -11,72 +11,44 @@ from paceline.config.base import Section
 
 
 class BufferConfig(Section):
-    """Where rollouts with the policy's hidden states wait for drafter training."""
+    """Buffer of rollouts with the policy's hidden states, from which drafters are trained."""
 
-    directory: Path = Path("/dev/shm")  # noqa: S108  a folder in it is made for this user only
-    """Directory in which each user has a folder, `paceline-UID`, that nobody else can enter, and each run a folder in
-    that. It is shared memory by default; a folder on a disk holds more."""
-    capacity_mb: float = Field(default=1024, gt=0)
-    """Largest size of the whole buffer, in MiB. A token takes 4 bytes x hidden size x (taps + 1): 4 KB for
-    arena:small."""
-    step_mb: float = Field(default=256, gt=0)
-    """Most that the learner writes in one step, in MiB."""
-    step_share: float = Field(default=0.5, gt=0, le=1)
-    """Share of a step's rollouts that the learner writes, if they fit into `step_mb`."""
+    directory: Path = Path("/dev/shm")  # noqa: S108  each user's folder in it is private
+    """Parent directory. Each user gets a private folder `paceline-UID` in it, and each run a folder in that. The
+    default is shared memory; a directory on a disk holds more."""
+    capacity_mb: float = Field(default=8192, gt=0)
+    """Size limit of the buffer in MiB; one step writes at most a quarter of it. A token takes 4 bytes x hidden size x
+    (taps + 1), which is 64 KiB for Qwen3-8B: the default holds 131,072 tokens."""
     keep_versions: int = Field(default=8, ge=1)
-    """Number of policy versions after which a rollout is dropped even if there is room, because it shows an old
-    policy."""
-    long_share: float = Field(default=0.25, ge=0, lt=1)
-    """Share of the room kept for the longest rollouts of earlier versions, which the many short ones would crowd
-    out."""
+    """Policy versions after which a rollout is dropped."""
     heldout_share: float = Field(default=0.1, gt=0, lt=1)
-    """Share of the prompts (and of the room) that evaluate the drafter and never train it."""
-
-
-class LeaseConfig(Section):
-    """When an idle engine's device is leased to drafter training, and how soon it is given back."""
-
-    settle_s: float = Field(default=0.02, ge=0)
-    """Seconds for which an engine must have been idle: between two rollouts it is idle for a moment. It is not leased
-    either where its last idle times were too short for the time that its last leases took to begin and to end."""
-    lease_s: float = Field(default=60, gt=0)
-    """Longest lease in seconds, after which the trainer is recalled whether or not the engine has work."""
-
-
-class DriftConfig(Section):
-    """When the drafter is worth training, and when a trained drafter is worth publishing."""
-
-    noise: float = Field(default=0.01, ge=0)
-    """Relative change of accepted length that counts as noise."""
-    horizon_steps: int = Field(default=5, ge=1)
-    """RL steps over which an update has to earn its cost: by then the policy has moved on."""
-    heldout_tokens: int = Field(default=2048, ge=1)
-    """Tokens of the held-out slice on which old and new drafter are compared."""
+    """Share of prompts, and of the capacity, reserved for evaluating drafters and never trained on."""
 
 
 class DrafterTrainingConfig(Section):
-    """Training of a learned drafter while RL moves the policy away from it."""
+    """Training of a learned drafter while RL changes the policy."""
 
     mode: Literal["idle", "inline", "off"] = "off"
-    """`idle` trains on engines that wait for the tail of a phase; `inline` trains after the policy update and adds its
-    time to the step."""
-    when: Literal["worth it", "always"] = "worth it"
-    """`worth it` trains when the expected gain, by acceptance measured against its baseline, exceeds the cost."""
+    """`idle` trains on engines that have finished early in a rollout phase. `inline` trains after the policy update
+    and adds its time to the step."""
+    when: Literal["auto", "always"] = "auto"
+    """`auto` trains while the expected gain exceeds the cost, and publishes a drafter that is at least 1 % better.
+    `always` trains at every opportunity and publishes any improvement."""
     inline_s: float = Field(default=2.0, gt=0)
-    """Seconds for which every engine's device is leased after each policy update in mode `inline`."""
+    """Seconds of training after each policy update in mode `inline`."""
     inline_slices: int | None = Field(default=None, ge=1)
-    """Optimizer steps that every engine's trainer makes after each policy update in mode `inline`, instead of as many
-    as `inline_s` allows: the drafter then follows from the rollouts alone, not from the speed of the machine. What
-    takes longer than `lease.lease_s` is cut off."""
+    """Optimizer steps of each engine's trainer after each policy update in mode `inline`, instead of `inline_s`. The
+    result then does not depend on the machine's speed."""
     round_tokens: int = Field(default=8192, ge=1)
-    """Tokens that all workers together train on before the result is evaluated on the held-out slice."""
+    """Tokens trained on, over all engines, before a drafter is evaluated on a quarter as many held-out tokens."""
     tokens_per_step: int = Field(default=1024, ge=1)
-    """Tokens of one optimizer step, which is one micro-batch if memory allows."""
-    matrix_lr: float = Field(default=0.03, gt=0)
-    """Learning rate of the Muon optimizer, used for matrices. Lower than in offline training, because it is never
-    decayed."""
-    other_lr: float = Field(default=0.003, gt=0)
-    """Learning rate of AdamW, used for embeddings, output head and norms."""
+    """Tokens per optimizer step."""
+    learning_rate: float = Field(default=0.03, gt=0)
+    """Learning rate of Muon for matrices, without decay. AdamW uses a tenth of it for embeddings, output head and
+    norms."""
     buffer: BufferConfig = BufferConfig()
-    lease: LeaseConfig = LeaseConfig()
-    drift: DriftConfig = DriftConfig()
+
+    @property
+    def heldout_tokens(self) -> int:
+        """Held-out tokens on which two drafters are compared."""
+        return max(1, self.round_tokens // 4)

@@ -1,4 +1,4 @@
-"""Settings that are refused on GPUs, where they are known to fail."""
+"""Settings that are refused on GPUs because they are known to fail there."""
 
 from __future__ import annotations
 

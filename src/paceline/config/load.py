@@ -1,4 +1,4 @@
-"""Reads a config from a TOML file plus `a.b=value` overrides, and explains what is wrong with it."""
+"""Load a config from a TOML file and `a.b=value` overrides, and explain errors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from paceline.config.root import Config
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, or the config.json of a run, and apply `a.b=value` overrides; errors name the key and what it
-    must be."""
+    """Read a TOML file, or the config.json of a run, and apply `a.b=value` overrides."""
     tree: dict[str, Any] = {}
     if path is not None:
         file = Path(path)
@@ -28,10 +27,11 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         name, read = ("JSON", json.loads) if file.suffix == ".json" else ("TOML", tomllib.loads)
         try:
             tree = read(file.read_text(encoding="utf-8-sig"))
-        except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, nested too deeply
+        except (ValueError, RecursionError) as error:  # syntax, encoding, too many digits, too deep nesting
             raise ValueError(f"config: {file} is not {name}: {error}") from None
     for override in overrides:
         _apply(tree, override)
+    tree.setdefault("policy", {})  # so that the error names the key policy.model, not the section
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -39,7 +39,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Read `a.b=value` words that are no part of a config, as a tree."""
+    """Read `a.b=value` words as a nested dict."""
     tree: dict[str, Any] = {}
     for override in overrides:
         _apply(tree, override)
@@ -47,7 +47,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
-    """Sections that a field of this type may hold: one, several for a union of kinds, none for a plain value."""
+    """Return the sections that a field of this type can hold: several for a union of kinds, none for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     if get_origin(annotation) in (Union, types.UnionType):
@@ -56,7 +56,7 @@ def sections_in(annotation: Any) -> list[type[Section]]:
 
 
 def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, list[type[Section]]]]:
-    """Every field under a section by its dotted key, with the sections that it may hold."""
+    """Yield the dotted key of every field under a section, with the sections that it can hold."""
     for name, info in section.model_fields.items():
         inner = sections_in(info.annotation)
         yield prefix + name, inner
@@ -71,7 +71,7 @@ def adjustable_keys() -> list[str]:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    """One line for one wrong key: its path as the user writes it, what it got and what it must be."""
+    """Describe an error by the key as the user writes it, the value and the requirement."""
     if detail["type"] == "value_error":  # our own validators name their key
         return str(detail["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
     kinds = {key: [_kind(variant) for variant in inner] for key, inner in fields_of(Config) if len(inner) > 1}
@@ -83,6 +83,11 @@ def _explain(detail: ErrorDetails) -> str:
             parts.append(part)
     key = ".".join([*parts, last])
     match detail["type"]:
+        case "missing" if key == "policy.model":
+            return (
+                f"{key}: is missing; add this line at the top of the TOML file, or policy.model=Qwen/Qwen3-8B to the "
+                'command:\npolicy.model = "Qwen/Qwen3-8B"'
+            )
         case "missing":
             return f"{key}: is missing; must be set"
         case "union_tag_not_found":
@@ -99,7 +104,7 @@ def _kind(variant: type[Section]) -> str:
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
-    """Set one dotted key; the value is read as TOML, and as a bare string where that fails."""
+    """Set one dotted key to a TOML value, or to the bare text if it is not TOML."""
     key, equals, text = (part.strip() for part in override.partition("="))
     if not equals or not key:
         raise ValueError(f"override: got {override!r}; must be a.b=value")

@@ -1,28 +1,25 @@
-"""The whole config of a run, section by section."""
+"""The config of a run."""
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from paceline.config.base import Section
-from paceline.config.cluster import ClusterConfig
-from paceline.config.data import ArenaData, DataConfig
-from paceline.config.evaluation import EvalConfig
-from paceline.config.guard import GuardConfig
-from paceline.config.learner import LearnerConfig
-from paceline.config.objective import CorrectionConfig, ObjectiveConfig
+from paceline.config.data import DataConfig
+from paceline.config.learner import CorrectionConfig, GuardConfig, LearnerConfig, ObjectiveConfig
 from paceline.config.rollout import RolloutConfig
-from paceline.config.run import PolicyConfig, RunConfig
+from paceline.config.run import ClusterConfig, EvalConfig, PolicyConfig, RunConfig
 from paceline.config.speculation import SpeculationConfig
 
 
 class Config(Section):
     run: RunConfig = RunConfig()
-    policy: PolicyConfig = PolicyConfig()
-    data: DataConfig = ArenaData()
+    policy: PolicyConfig
+    data: DataConfig | None = Field(default=None, discriminator="kind")
+    """Prompts and rewards, required by `paceline train`. Other commands use the arena's prompts if None."""
     rollout: RolloutConfig = RolloutConfig()
     speculation: SpeculationConfig | None = None
-    """Speculative decoding; None is plain decoding."""
+    """Speculative decoding; None disables it."""
     learner: LearnerConfig = LearnerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -32,9 +29,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _restartable(self) -> Config:
-        if self.speculation is not None and self.speculation.has_new_drafter and self.run.max_age:
+        if self.speculation is not None and self.speculation.has_random_drafter and self.run.max_age:
             raise ValueError(
-                f"speculation.drafter.path: got 'new' with run.max_age {self.run.max_age}; must be a checkpoint "
-                "because engines are started again between batches, and in asynchronous training there is no between"
+                f"speculation.drafter.init: got 'random' with run.max_age {self.run.max_age}; must be 'checkpoint' "
+                "because engines restart between batches, and asynchronous training never stops between batches"
             )
         return self

@@ -1,57 +1,43 @@
-"""The run and the policy that it trains."""
+"""The run, its policy, its evaluation and its cluster."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from paceline.config.base import Adjustable, Section
 
 
 class RunConfig(Section):
     name: Adjustable[str] = Field(default="run", max_length=100)
-    """Name of the run's directory: letters, digits, `.`, `_` and `-`, the first of them a letter or digit."""
+    """Name of the run's directory: letters, digits, `.`, `_` and `-`, starting with a letter or digit."""
     directory: Adjustable[Path] = Path("runs")
-    """Directory in which run directories are created. An existing run is never overwritten: a number is added to the
-    name."""
-    steps: Adjustable[int] = Field(default=40, ge=1)
-    """Number of RL steps, each one policy update."""
+    """Parent of run directories. If the name exists, a number is appended to it."""
+    steps: Adjustable[int] = Field(default=200, ge=1)
+    """RL steps; each updates the policy once."""
     seed: int = 0
-    """Seed of the order of the data, the engines' sampling and the learner."""
+    """Seed of data order, sampling and learner."""
     max_age: int = Field(default=0, ge=0)
-    """How many policy versions older than the policy a token may be when it is trained on. 0 is synchronous: a batch is
-    sampled by one policy version. Above 0 engines go on while the learner works, with up to `max_age + 1` batches of
-    groups in flight; the learner takes the first groups that have finished, and a sync pauses engines in the middle of
-    their rollouts instead of waiting for them."""
+    """Largest number of policy versions between sampling a token and training on it. 0 trains synchronously. Above 0,
+    engines continue to sample while the learner works, with up to `max_age + 1` batches in flight, and a sync pauses
+    them in the middle of rollouts."""
     too_old: Literal["wait", "abort"] = "wait"
-    """What happens when a group that is still sampled would be older than `max_age` in every later step. `wait`: the
-    learner waits for it. `abort`: it is given up and sampled anew from the present policy; nobody waits, but what is
-    given up is lost, and long answers are given up more often than short ones, so that the policy is trained on shorter
-    answers than it gives."""
+    """Response to a group that would exceed `max_age`. `wait` makes the learner wait for it. `abort`
+    samples it again from the current policy; long responses are aborted more often, which biases training towards
+    short ones."""
     save_every: Adjustable[int] = Field(default=0, ge=0)
-    """Save the policy every this many steps; 0 saves at the end only."""
+    """Steps between saved policies; 0 saves the last one only."""
     checkpoint_every: Adjustable[int] = Field(default=10, ge=0)
-    """Checkpoint the whole run every this many steps and at the end, so that `paceline train --resume` can go on from
-    there; two checkpoints are kept, each of about three times the policy in float32. 0 keeps nothing, finished rollouts
-    included."""
+    """Steps between checkpoints for `paceline train --resume`. The last two are kept, each about three times the size
+    of the policy in float32. 0 disables resume."""
     sinks: Adjustable[tuple[Literal["console", "wandb", "tensorboard", "mlflow", "prometheus"], ...]] = ("console",)
-    """Where metrics go besides metrics.jsonl; each but the console is an extra, as in `pip install
+    """Destinations of metrics besides metrics.jsonl. All but `console` need an extra, as in `pip install
     'paceline[tensorboard]'`."""
     prometheus_port: Adjustable[int] = Field(default=9400, ge=1024, le=65535)
-    """Where `sinks = ["prometheus"]` serves its gauges, on this machine's loopback only."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_lag(cls, tree: Any) -> Any:
-        if isinstance(tree, dict) and "lag" in tree:
-            raise ValueError(
-                f"run.lag: got {tree['lag']!r}; must be run.max_age, in policy versions, because groups are trained on "
-                "as they finish and not in whole batches; the same number keeps the same bound"
-            )
-        return tree
+    """Port of the `prometheus` sink on the loopback interface."""
 
     @field_validator("name")
     @classmethod
@@ -65,5 +51,25 @@ class RunConfig(Section):
 
 
 class PolicyConfig(Section):
-    model: str = "arena:small"
-    """A Hugging Face checkpoint directory, or `arena:tiny`, `arena:small`, `arena:large` for the built-in policies."""
+    model: str
+    """A Hugging Face checkpoint directory or model name, such as `Qwen/Qwen3-8B`; or a policy of the built-in arena:
+    `arena:tiny`, `arena:small` or `arena:large`."""
+
+
+class EvalConfig(Section):
+    every: int = Field(default=10, ge=0)
+    """Steps between evaluations, which also run at the start and at the end; 0 disables them."""
+    num_prompts: int = Field(default=256, ge=1)
+    """Held-out prompts."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """Rollouts per held-out prompt."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of evaluation rollouts."""
+
+
+class ClusterConfig(Section):
+    address: Adjustable[str | None] = None
+    """Address of a running Ray cluster (`auto` or host:port). None starts a cluster on this machine for the run."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Device of engines and learner. `auto` uses GPUs if any node has one. `gpu` fails without GPUs. `cpu` ignores them
+    and requires vLLM's CPU build."""

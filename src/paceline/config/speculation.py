@@ -1,4 +1,4 @@
-"""Speculative decoding: the drafter, how far it drafts, and whether it is trained during the run."""
+"""Speculative decoding."""
 
 from __future__ import annotations
 
@@ -11,74 +11,69 @@ from paceline.config.base import Section
 from paceline.config.drafter_training import DrafterTrainingConfig
 
 
-class _MatchingDrafter(Section):
-    """A drafter that continues what it finds again; its matches have from `min_match` to `max_match` tokens."""
+class NgramDrafter(Section):
+    """Continue earlier occurrences of the request's last tokens."""
 
-    min_match: int
-    max_match: int
+    kind: Literal["ngram"] = "ngram"
+
+
+class HistoryDrafter(Section):
+    """Continue sibling and earlier rollouts of the same prompt."""
+
+    kind: Literal["history"] = "history"
+    capacity_mb: float = Field(default=256, gt=0)
+    """Memory of the index in each engine, in MiB; the oldest rollouts are evicted first."""
+    share_directory: Path | None = None
+    """Directory through which the engines of a node share finished rollouts. None keeps each engine's history
+    private."""
+
+
+class LearnedDrafter(Section):
+    path: str = ""
+    """A checkpoint in speculators' format, as `paceline draft train` writes it: a directory or a Hugging Face name. The
+    arena's drafters are `arena:small/eagle3`, `arena:small/dflash` and so on. Empty with `init = "random"`."""
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    """`checkpoint` loads `path`. `random` starts from random weights: engines draft from history until the trained
+    drafter is worth their restart."""
+    draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic"
+    """Sampling of draft tokens. Both are lossless; `probabilistic` has a higher acceptance rate at temperature 1."""
+    weights: Literal["full", "fp8"] = "full"
+    """Precision of the drafter's weights in engines. It affects speed and acceptance, never the distribution."""
 
     @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.min_match > self.max_match:
+    def _has_weights(self) -> Self:
+        if self.init == "checkpoint" and not self.path:
             raise ValueError(
-                f"speculation.drafter.min_match: got {self.min_match} with max_match {self.max_match}; must not be "
-                "above it because no match could be long enough"
+                "speculation.drafter.path: is missing; must be a checkpoint, or speculation.drafter.init=random"
+            )
+        if self.init == "random" and self.path:
+            raise ValueError(
+                f"speculation.drafter.path: got {self.path!r} with init 'random'; must be left out because nothing is "
+                "loaded"
             )
         return self
 
 
-class NgramDrafter(_MatchingDrafter):
-    kind: Literal["ngram"] = "ngram"
-    min_match: int = Field(default=2, ge=1)
-    """Shortest repeated run of tokens within the request itself that is continued."""
-    max_match: int = Field(default=4, ge=1)
-    """Longest repeated run of tokens that is searched for."""
-
-
-class HistoryDrafter(_MatchingDrafter):
-    kind: Literal["history"] = "history"
-    min_match: int = Field(default=2, ge=1)
-    """Shortest run of tokens that is looked up in the prompt's sibling and earlier rollouts."""
-    max_match: int = Field(default=16, ge=1)
-    """Number of latest tokens by which candidates are compared."""
-    capacity_mb: float = Field(default=256, gt=0)
-    """Memory of the index in each engine, in MiB; the oldest rollouts leave first."""
-    share_directory: Path | None = None
-    """Directory through which engines on one node share finished rollouts. None keeps each engine's history to
-    itself."""
-
-
-class LearnedDrafter(Section):
-    path: str
-    """A speculators checkpoint (`paceline draft train` makes one), `arena` for the one that belongs to an arena policy,
-    or `new` for one that the run trains from nothing: engines draft from history until it pays for their restart."""
-    draft_sampling: Literal["probabilistic", "greedy"] = "probabilistic"
-    """How the drafter proposes. Probabilistic accepts clearly more at temperature 1; both are lossless."""
-    weights: Literal["full", "fp8"] = "full"
-    """Precision of the drafter's weights in engines, chosen apart from the policy's. It changes speed and acceptance,
-    never what is sampled."""
-
-
 class EagleDrafter(LearnedDrafter):
-    """EAGLE-3 drafts one token a pass, each conditioned on those before it."""
+    """Draft one token per pass, conditioned on the previous ones (EAGLE-3)."""
 
     kind: Literal["eagle3"] = "eagle3"
 
 
 class ParallelDrafter(LearnedDrafter):
-    """DFlash drafts all k tokens in one pass, none conditioned on the others."""
+    """Draft all k tokens in one pass, independently of each other (DFlash)."""
 
     kind: Literal["dflash"] = "dflash"
 
 
 class VllmDrafter(Section):
-    """Any other speculative method of vLLM: a draft model, the policy's own MTP heads, DSpark, P-EAGLE and so on."""
+    """Any other speculative method of vLLM: draft models, MTP heads, DSpark, P-EAGLE."""
 
     kind: Literal["vllm"] = "vllm"
     settings: dict[str, Any]
-    """vLLM's `speculative_config`, handed on as it is: `method` (draft_model, mtp, eagle, dspark, ...), `model` (a
-    checkpoint directory, or a policy such as arena:tiny; MTP heads in the policy's own checkpoint need none) and what
-    else the method has, such as `draft_sample_method = "probabilistic"`."""
+    """vLLM's `speculative_config`: `method` (draft_model, mtp, eagle, dspark, ...), `model` (a checkpoint directory, or
+    a policy such as arena:tiny; MTP heads in the policy's checkpoint need none) and the method's other settings, such
+    as `draft_sample_method = "probabilistic"`."""
 
     @model_validator(mode="after")
     def _ours_or_theirs(self) -> Self:
@@ -99,7 +94,7 @@ _NOT_THEIRS = {
     "extract_hidden_states": "another because it drafts nothing",
 }
 _SET_BY_US = {
-    "num_speculative_tokens": "speculation.max_draft_length says it",
+    "num_speculative_tokens": "speculation.max_draft_length sets it",
     "num_speculative_tokens_per_batch_size": "speculation.selector chooses the draft length",
     "enable_adaptive_verification": "speculation.selector chooses the draft length",
 }
@@ -110,50 +105,38 @@ DrafterConfig = Annotated[
 
 
 class MeasuredSelector(Section):
-    """Choose the draft length that measured best at this batch size, learnt while the engine runs."""
+    """Choose the draft length with the highest measured rate at this batch size."""
 
     kind: Literal["measured"] = "measured"
     costs: Path | None = None
-    """A cost file of `paceline tune` as the prior; without one the selector learns from nothing within 200
-    steps."""
-    explore: float = Field(default=0.02, ge=0, lt=0.5)
-    """Largest share of steps spent on a draft length that is not the best known one."""
-    margin: float = Field(default=0.03, ge=0)
-    """Relative gain that a new draft length must promise to be taken: hysteresis against flapping."""
+    """Cost file of `paceline tune` to start from. Without one the selector learns within 200 steps."""
 
 
 class FixedSelector(Section):
-    """Use one draft length at every step."""
+    """Always use the same draft length."""
 
     kind: Literal["fixed"] = "fixed"
     draft_length: int = Field(ge=0)
-    """Tokens drafted at every step; 0 drafts none."""
+    """Tokens drafted at every step; 0 disables drafting."""
 
 
 class TableSelector(Section):
-    """Choose draft lengths by batch size from a table that is fixed at start, as vLLM's own."""
+    """Choose the draft length by batch size from a fixed table, as vLLM does."""
 
     kind: Literal["table"] = "table"
     ranges: tuple[tuple[int, int, int], ...]
-    """Rows of (smallest batch, largest batch, draft length); the last row holds beyond its largest batch."""
+    """Rows of (smallest batch, largest batch, draft length); larger batches use the last row."""
 
 
 class BanditSelector(Section):
-    """BEG-MAB of the TLT paper: epsilon-greedy over buckets of batch sizes, by the median reward of a sliding
-    window."""
+    """BEG-MAB of the TLT paper: epsilon-greedy over buckets of batch sizes."""
 
     kind: Literal["beg_mab"] = "beg_mab"
-    thresholds: tuple[int, ...] = (4, 16)
-    """Batch sizes at which a new bucket starts (after the first)."""
-    epsilon: float = Field(default=0.1, ge=0, le=1)
-    """Probability of a random draft length at a step."""
-    window: int = Field(default=10, ge=1)
-    """Number of latest rewards of a draft length whose median ranks it."""
 
 
 class SimpleSelector(Section):
-    """Take the draft length with the best moving average of tokens per second in a bucket of batch sizes; one step in
-    fifty tries a neighbour."""
+    """Choose the draft length with the best moving average of tokens per second in a bucket of batch sizes; one step in
+    fifty tries a neighbor."""
 
     kind: Literal["simple"] = "simple"
 
@@ -166,18 +149,18 @@ SelectorConfig = Annotated[
 class SpeculationConfig(Section):
     drafter: DrafterConfig
     max_draft_length: int = Field(default=7, ge=1, le=16)
-    """Largest number of tokens proposed per verification. The selector chooses from 0 to this."""
+    """Maximum number of draft tokens per verification. The selector chooses from 0 to this."""
     selector: SelectorConfig = MeasuredSelector()
     training: DrafterTrainingConfig = DrafterTrainingConfig()
 
     @property
-    def has_new_drafter(self) -> bool:
-        """Whether the drafter has to be trained before it is of use."""
-        return isinstance(self.drafter, LearnedDrafter) and self.drafter.path == "new"
+    def has_random_drafter(self) -> bool:
+        """Return whether the drafter must be trained before engines can use it."""
+        return isinstance(self.drafter, LearnedDrafter) and self.drafter.init == "random"
 
     @property
     def from_history(self) -> SpeculationConfig:
-        """The same with the history drafter. A cost file is of engines with the other one."""
+        """The same settings with the history drafter, without the cost file of the other drafter."""
         selector = self.selector
         if isinstance(selector, MeasuredSelector):
             selector = selector.model_copy(update={"costs": None})
@@ -185,14 +168,15 @@ class SpeculationConfig(Section):
 
     @model_validator(mode="after")
     def _trainable(self) -> SpeculationConfig:
-        if self.has_new_drafter and self.training.mode == "off":
+        mode = self.training.mode
+        if self.has_random_drafter and mode == "off":
             raise ValueError(
-                "speculation.drafter.path: got 'new' with speculation.training.mode 'off'; must be a checkpoint "
-                "because a new drafter guesses nothing before it is trained: set speculation.training.mode=idle"
+                "speculation.drafter.init: got 'random' with speculation.training.mode 'off'; must be trained: set "
+                "speculation.training.mode=idle"
             )
-        if self.training.mode != "off" and not isinstance(self.drafter, LearnedDrafter):
+        if mode != "off" and not isinstance(self.drafter, LearnedDrafter):
             raise ValueError(
-                f"speculation.training.mode: got {self.training.mode!r} with drafter.kind {self.drafter.kind!r}; "
-                "must be off because only drafters of kind eagle3 and dflash are trained"
+                f"speculation.training.mode: got {mode!r} with drafter.kind {self.drafter.kind!r}; "
+                "must be off because only drafters of kind eagle3 and dflash can be trained"
             )
         return self

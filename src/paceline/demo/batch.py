@@ -1,4 +1,4 @@
-"""The batch that both engines of the demo generate, and what is seen of it while it runs."""
+"""The batch of the demo's two engines, and its timeline."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine
 from paceline.types import GroupId, RolloutRequest, Tokens
 
 _OF_SOLUTION = 0.8
-"""Share of a written solution's length that is asked for: hardly any request then runs on after its end."""
+"""Length of a request as a share of a solution's length, so that few requests continue beyond their end."""
 
 _FIRST_WORDS = 4
-"""Tokens of a prompt that the certificate's samples go on from: reading whole prompts would take most of its time."""
+"""Prompt tokens of the certificate's samples; prefill of whole prompts would take most of the time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DemoTimeline:
-    """One engine on the batch, seconds counted from its start."""
+    """Progress of one engine, in seconds since its start."""
 
     name: str
     num_requests: int
     at_s: list[float] = field(default_factory=list)
-    """End of each step so far."""
+    """End of each step."""
     running: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    """Tokens that were there after each step."""
+    """Total tokens after each step."""
     draft_length: list[int] = field(default_factory=list)
 
     def add(self, seconds: float, num_running: int, num_tokens: int, draft_length: int) -> None:
-        """Take in the end of a step."""
+        """Add a step."""
         self.at_s.append(seconds)
         self.running.append(num_running)
         self.num_tokens.append(num_tokens)
@@ -49,14 +49,14 @@ class DemoTimeline:
         return self.at_s[-1] if self.at_s else 0.0
 
     def rates(self, window_s: float = 2.0) -> npt.NDArray[np.float64]:
-        """Tokens a second over the last moments, at the end of every step."""
+        """Return the tokens per second over a moving window, at the end of every step."""
         at_s, tokens = np.array([0.0, *self.at_s]), np.array([0, *self.num_tokens])
         first = np.searchsorted(at_s, at_s[1:] - window_s)
         return (tokens[1:] - tokens[first]) / np.maximum(at_s[1:] - at_s[first], 1e-9)
 
 
 def long_tailed_batch(model_path: Path, *, num_requests: int, longest: int, seed: int) -> list[RolloutRequest]:
-    """Arena prompts with the lengths of written solutions, the same work for both engines."""
+    """Return arena prompts with fixed response lengths taken from solutions."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     rng = random.Random(seed)  # noqa: S311  a workload, not a secret
     requests = []
@@ -82,7 +82,7 @@ def play(
     selector: SelectorConfig | None,
     watch: Callable[[], None],
 ) -> SteppedBatch:
-    """Generate the batch; `watch` is called after every step, when `timeline` has grown by it."""
+    """Generate the batch, and call `watch` after adding each step to `timeline`."""
     engine.begin(Order(requests=requests, selector=selector, name="demo", to_the_end=True))
     while not isinstance(answer := engine.turn(), SteppedBatch):
         if answer.seconds:
@@ -100,8 +100,7 @@ def said(
     num_samples: int,
     tokens: int,
 ) -> list[Tokens]:
-    """What the engine says after the first words of each prompt, `num_samples` times: ids_NT by prompt, -1 after the
-    end."""
+    """Return `num_samples` continuations of the first tokens of each prompt: ids_NT by prompt, padded with -1."""
     repeated = [
         replace(request, prompt_ids=request.prompt_ids[:_FIRST_WORDS], max_tokens=tokens)
         for request in requests

@@ -1,4 +1,4 @@
-"""The demo from beginning to end: two timelines, a certificate, a few RL steps, one page.
+"""The demo: two timelines, a certificate, a few RL steps, one page.
 
 batch ──▶ plain vLLM ──▶ timeline ┐
   └─────▶ Paceline ────▶ timeline ┴▶ speed-up
@@ -33,14 +33,11 @@ from paceline.types import RolloutRequest, Tokens
 _MAX_DRAFT_LENGTH = 7
 _MOST_REQUESTS = 64
 _WARM_UP = 24
-"""Tokens of each request before anything is timed: first steps find the caches cold, and the selector knows nothing.
-An engine that trains has both behind it after its first batch."""
+"""Untimed tokens of each request, to warm up caches and the selector as in a running training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is done."""
-
     model: str = "arena:large"
     num_requests: int
     longest: int
@@ -49,7 +46,7 @@ class Size:
     tokens: int
     """Length of the certificate's answers."""
     rl_steps: int
-    """0 leaves out the training, whose engines and learner take a minute to start."""
+    """RL steps; 0 skips training, which takes a minute to start."""
     max_seconds: float
 
 
@@ -60,10 +57,10 @@ QUICK = Size(num_requests=8, longest=100, num_prompts=4, samples_per_prompt=16, 
 def run(
     *, context: Context, config_file: Path, page: Path, overrides: Sequence[str] = (), size: Size = FULL, seed: int = 0
 ) -> Result:
-    """Run everything and write `page`."""
+    """Run the demo and write `page`."""
     began_s = time.monotonic()
     model_path = resolve_policy(size.model, context)
-    drafter = resolve_drafter("arena", size.model, context)
+    drafter = resolve_drafter(f"{size.model}/eagle3", context)
     requests = long_tailed_batch(model_path, num_requests=size.num_requests, longest=size.longest, seed=seed)
     timelines, answers, drafted = _compare(model_path, drafter, requests, size, seed, context)
     plain, ours = timelines
@@ -108,7 +105,7 @@ def run(
 def _compare(
     model_path: Path, drafter: Path, requests: list[RolloutRequest], size: Size, seed: int, context: Context
 ) -> tuple[list[DemoTimeline], list[list[Tokens]], int]:
-    """Timelines and the certificate's answers of plain vLLM and of Paceline, and how much the latter drafted."""
+    """Return timelines and certificate answers of plain vLLM and Paceline, and the number of drafted tokens."""
     config = EngineConfig(dtype=fast_precision(), max_model_len=768, max_num_seqs=_MOST_REQUESTS, kv_cache_gb=1.0)
     # Two engines share the GPU.
     config = config.model_copy(update={"gpu_memory_utilization": config.gpu_memory_utilization / 2})
@@ -120,7 +117,7 @@ def _compare(
     drafted = 0
     context.progress(f"starting two engines on {size.model}, with speculation and without")
     with ExitStack() as stack:
-        # Both at once, since a start keeps one core busy; then one works at a time, on all cores.
+        # Start both at once, since a start uses one core; then each runs alone on all cores.
         engines = [
             SteppedEngine(model_path, config, seed=seed + number, cpus=sorted(os.sched_getaffinity(0)), speculation=arm)
             for number, arm in enumerate((None, speculation))

@@ -1,4 +1,4 @@
-"""The two timelines while they grow, on one time axis: live on a terminal, a line now and then in a log.
+"""Live display of the two timelines: animated on a terminal, an occasional line in a log.
 
 plain vLLM  ████████▇▆▅▄▃▃▂▂▂▁▁▁▁▁▁▁▁▁   48/48 rollouts   31.2 s    96 tokens/s
 Paceline    ████▇▅▃▂▁▁▁                  48/48 rollouts   14.8 s   203 tokens/s  draft length 5
@@ -44,7 +44,7 @@ def shown(timelines: Sequence[DemoTimeline], context: Context) -> Iterator[Calla
 
 
 def lines(timelines: Sequence[DemoTimeline]) -> list[str]:
-    """One line for each timeline that has begun."""
+    """Return one line for each timeline that has started."""
     longest_s = max(timeline.seconds for timeline in timelines)
     return [_line(timeline, longest_s) for timeline in timelines if timeline.at_s]
 

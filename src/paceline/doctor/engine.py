@@ -36,7 +36,8 @@ def prompts(setup: Setup) -> Finding:
     check_groups(setup.config)
     check_lengths(setup.config, setup.task)
     longest = max(len(prompt.token_ids) for prompt in setup.prompts)
-    return passed(f"{setup.config.data.kind} data, prompts of up to {longest} tokens")
+    kind = "arena" if setup.config.data is None else setup.config.data.kind
+    return passed(f"{kind} data, prompts of up to {longest} tokens")
 
 
 def drafter(setup: Setup) -> Finding:

@@ -134,13 +134,13 @@ class Setup:
         kind, own = self.asked_kind, self.config.speculation
         if kind not in KINDS:
             return None
-        if own is not None and isinstance(own.drafter, LearnedDrafter) and not own.has_new_drafter:
+        if own is not None and isinstance(own.drafter, LearnedDrafter) and not own.has_random_drafter:
             name = own.drafter.path
         elif workloads.arena_policy(self.config.policy.model) is not None:
-            name = "arena"
+            name = f"{self.config.policy.model}/{kind}"
         else:
             return None
-        path = workloads.resolve_drafter(name, self.config.policy.model, self.context, kind=kind)
+        path = workloads.resolve_drafter(name, self.context)
         preflight(path, self.model_path, kind=kind, max_model_len=self.engine_config.max_model_len)
         return path
 
@@ -223,7 +223,7 @@ class Setup:
             )
         learner = FsdpLearner(
             self.model_path,
-            LearnerConfig(learning_rate=_LEARNING_RATE, microbatch_tokens=2048),
+            LearnerConfig(world_size=1, dtype="float32", learning_rate=_LEARNING_RATE, microbatch_tokens=2048),
             ObjectiveConfig(),
             temperature=self.config.rollout.temperature,
             device="gpu" if on_gpu else "cpu",

@@ -35,6 +35,10 @@ from paceline.drafters.packing import Document
 from paceline.files import SEAL, ChecksumError, atomic_file, private_directory, remove_partials, seal, verify_seal
 from paceline.types import Floats
 
+LONG_SHARE = 0.25
+"""Share of the room for the longest documents of earlier versions."""
+STEP_SHARE = 0.25
+"""Share of the capacity that one step may write."""
 _MAGIC = 0x70_6C_64_62
 _HEADER_WORDS = 16
 """Magic, tokens, prompt tokens, taps, hidden size, zero, ten of checksum; every word has 4 bytes, as has everything
@@ -189,7 +193,7 @@ def victims(entries: Sequence[Entry], config: BufferConfig) -> list[Entry]:
     earlier = sorted(
         (entry for entry in trained if entry.version < newest), key=lambda entry: entry.num_tokens, reverse=True
     )
-    floor = set(_fitting(earlier, int(capacity * config.long_share)))
+    floor = set(_fitting(earlier, int(capacity * LONG_SHARE)))
     others = [entry for entry in trained if entry not in floor]
     excess = sum(entry.num_bytes for entry in trained) - capacity
     oldest_first = [*others, *(entry for entry in trained if entry in floor)]
@@ -215,6 +219,11 @@ def _first(entries: Sequence[Entry], num_bytes: int) -> Iterator[Entry]:
             return
         num_bytes -= entry.num_bytes
         yield entry
+
+
+def step_bytes(config: BufferConfig) -> float:
+    """Return the number of bytes that one step may write."""
+    return STEP_SHARE * config.capacity_mb * 2**20
 
 
 def document_bytes(num_tokens: int, num_taps: int, hidden_size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.config import DriftConfig
+from paceline.config import DrafterTrainingConfig
 from paceline.drafters.drift import Verdict, judge
 from paceline.drafters.trainer import State, evaluate, load_weights
 
@@ -23,7 +23,7 @@ def compare(
     head_VD: torch.Tensor,
     *,
     draft_length: int,
-    config: DriftConfig,
+    config: DrafterTrainingConfig,
 ) -> Verdict | None:
     """Judge the second of two states against the first; return None with too few tokens.
 

@@ -4,7 +4,7 @@ The accepted length `alpha` is compared with a baseline that follows rises at on
 the drift, which training may recover. The time of a rollout phase is proportional to 1 / alpha, so a relative gain g
 saves
 
-    expected_gain_s = generation_s x g / (1 + g) x horizon_steps
+    expected_gain_s = generation_s x g / (1 + g) x HORIZON_STEPS
 
 and the drafter is updated when that exceeds the cost: publishing on idle engines, publishing and training inline. An
 untrained drafter gains less than noise at first, so its training continues through a few such rounds.
@@ -21,8 +21,12 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from paceline.config import DriftConfig
+from paceline.config import DrafterTrainingConfig
 
+NOISE = 0.01
+"""Relative change of accepted length that counts as noise."""
+HORIZON_STEPS = 5
+"""RL steps over which an update must pay for its cost; then the policy has moved on."""
 RECENT = 0.4
 """Weight of the newest step in the smoothed accepted length. Steps differ by their prompts."""
 _FORGET = 0.05
@@ -79,8 +83,7 @@ class DriftState:
 class DriftMonitor:
     """Acceptance and updates of one run."""
 
-    def __init__(self, config: DriftConfig) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._state = DriftState()
 
     def state(self) -> dict[str, Any]:
@@ -108,7 +111,7 @@ class DriftMonitor:
         An update without gain resets the baseline to the current acceptance, which has fallen for a reason that
         training cannot fix, such as harder prompts. Training resumes when acceptance falls further."""
         state = self._state
-        idle = abs(verdict.gain) <= self._config.noise and verdict.before < 1 + _MIN_EXPECTED
+        idle = abs(verdict.gain) <= NOISE and verdict.before < 1 + _MIN_EXPECTED
         self._state = replace(
             state,
             last_gain=max(0.0, verdict.gain),
@@ -128,14 +131,14 @@ class DriftMonitor:
         gain = max(drift / (1 - drift), state.last_gain)
         if 0 < state.num_idle <= _PATIENCE:
             return self._decision(True, "untrained drafters learn little at first", drift, gain)
-        if gain <= self._config.noise:
+        if gain <= NOISE:
             return self._decision(False, "acceptance holds", drift, gain)
         worth = self.worth_s(gain) > state.cost_s
         return self._decision(worth, "gain exceeds cost" if worth else "cost exceeds gain", drift, gain)
 
     def worth_s(self, gain: float) -> float:
         """Return the seconds that a relative gain of accepted length saves over the horizon."""
-        return self._state.generation_s * gain / (1 + gain) * self._config.horizon_steps
+        return self._state.generation_s * gain / (1 + gain) * HORIZON_STEPS
 
     def _decision(self, train: bool, why: str, drift: float, gain: float) -> TrainingDecision:
         return TrainingDecision(
@@ -173,14 +176,15 @@ class Verdict:
         }
 
 
-def judge(*, before: float, after: float, num_tokens: int, config: DriftConfig) -> Verdict:
-    """Publish the candidate if it is better on the held-out documents by more than noise.
+def judge(*, before: float, after: float, num_tokens: int, config: DrafterTrainingConfig) -> Verdict:
+    """Publish the candidate if it is better on the held-out documents, by more than noise unless `when` is `always`.
 
     With too few tokens or a NaN the published drafter stays.
     """
     if num_tokens * 4 < config.heldout_tokens:
         return Verdict(publish=False, why=f"only {num_tokens} held-out tokens", before=before, after=after)
-    better = after > before * (1 + config.noise)  # False for NaN
+    margin = 0.0 if config.when == "always" else NOISE
+    better = after > before * (1 + margin)  # False for NaN
     return Verdict(publish=better, why="better" if better else "not better", before=before, after=after)
 
 

@@ -79,8 +79,8 @@ def write_new_drafter(kind: str, model_path: Path, out: Path, *, seed: int, draf
     embedding_VD, head_VD = policy_embeddings(model_path)
     if embedding_VD is None or head_VD is None:
         raise ValueError(
-            f"speculation.drafter.path: got 'new' with {model_path}, which has no model.embed_tokens.weight; must be a "
-            "checkpoint because a new drafter starts from the policy's embedding: `paceline draft train` makes one"
+            f"speculation.drafter.init: got 'random' with {model_path}, which has no model.embed_tokens.weight; must "
+            "be 'checkpoint' because a random drafter starts from it: `paceline draft train` makes one"
         )
     policy = AutoConfig.from_pretrained(model_path).get_text_config()
     taps = default_taps(policy.num_hidden_layers)

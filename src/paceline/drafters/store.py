@@ -117,7 +117,7 @@ class FileStore:
         load_weights(drafter, self.rounds.base(self.published()))
         training = self._config.training
         buffer = Buffer(self._documents, training.buffer)
-        documents, head = buffer.heldout(training.drift.heldout_tokens), buffer.head()
+        documents, head = buffer.heldout(training.heldout_tokens), buffer.head()
 
         def notes(partial: Path) -> None:
             if provenance is not None:

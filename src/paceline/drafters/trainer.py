@@ -95,8 +95,8 @@ class Schedule:
         return cls(
             num_steps=None,
             draft_length=draft_length,
-            matrix_lr=config.matrix_lr,
-            other_lr=config.other_lr,
+            matrix_lr=config.learning_rate,
+            other_lr=config.learning_rate / 10,
             tokens_per_step=config.tokens_per_step,
             pass_tokens=2 * config.tokens_per_step,  # documents rarely add up to a step exactly
         )

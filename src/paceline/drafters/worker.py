@@ -218,7 +218,7 @@ class TrainingWorker:
         """Compare a new base with the published one, unless another worker has."""
         from paceline.drafters.comparison import compare
 
-        published, drift = self._rounds.published(), self._training.drift
+        published = self._rounds.published()
         if self._round == published or self._rounds.verdict(self._round) is not None:
             return False
         assert self._head_VD is not None
@@ -226,10 +226,10 @@ class TrainingWorker:
             verdict = compare(
                 self._judged,
                 map(self._rounds.base, (published, self._round)),
-                self._buffer.heldout(drift.heldout_tokens),
+                self._buffer.heldout(self._training.heldout_tokens),
                 self._head_VD,
                 draft_length=self._settings.max_draft_length,
-                config=drift,
+                config=self._training,
             )
         except FileNotFoundError:  # as above
             return False

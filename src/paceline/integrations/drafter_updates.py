@@ -76,7 +76,7 @@ class DrafterUpdater:
         self._num_rounds = self._num_tokens = self._fresh_tokens = 0
         self._overdrawn_s = 0.0
         """Time spent beyond the budget."""
-        self._drift = DriftMonitor(config.drift)
+        self._drift = DriftMonitor()
         self._observed = False
         self._totals: Mapping[str, float] = {}
         self._differences = Differences()
@@ -223,7 +223,7 @@ class DrafterUpdater:
     def _judge(self, trainer: DrafterTrainer, head_VD: torch.Tensor) -> None:
         """Compare the trained drafter with the engine's; publish it if better, discard it if worse."""
         assert self._buffer is not None
-        judged, drift, candidate = self._start(), self._config.drift, State()
+        judged, candidate = self._start(), State()
 
         def states() -> Iterator[State]:
             yield self._published
@@ -233,10 +233,10 @@ class DrafterUpdater:
         verdict = compare(
             judged,
             states(),
-            self._buffer.heldout(drift.heldout_tokens),
+            self._buffer.heldout(self._config.heldout_tokens),
             head_VD,
             draft_length=self._draft_length,
-            config=drift,
+            config=self._config,
         )
         if verdict is None:
             return  # wait for more held-out rollouts

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.config import BufferConfig, LearnerConfig, ObjectiveConfig
+from paceline.drafters.buffer import step_bytes
 from paceline.drafters.checkpoint import read_taps
 from paceline.drafters.packing import Document
 from paceline.files import verify_checksums
@@ -127,8 +128,8 @@ class PolicyStates:
             samples,
             num_taps=self._tap.num_taps,
             hidden_size=self._learner.hidden_size,
-            share=config.step_share,
-            budget_bytes=config.step_mb * 2**20,
+            share=1.0,
+            budget_bytes=step_bytes(config),
             seed=seed,
         )
         while chosen and time.monotonic() < until_s:

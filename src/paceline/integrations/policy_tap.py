@@ -2,7 +2,7 @@
 
     trainer ── policy(input_ids, attention_mask, labels) ──▶ layers ──▶ backbone ──▶ log-probabilities
                           │                                  hooks: taps, last hidden states
-                          └── rows of new rollouts ──▶ a share of them, within a byte budget ──▶ documents
+                          └── rows of new rollouts ──▶ some of them, within a byte budget ──▶ documents
 
 A row is padding, prompt, completion, padding: `attention_mask` is 0 on padding, and `labels` are -100 outside of scored
 tokens. A rollout is recorded in the first pass over it only; a trainer may pass over it again, for several iterations
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from paceline.config import BufferConfig
-from paceline.drafters.buffer import document_bytes
+from paceline.drafters.buffer import document_bytes, step_bytes
 from paceline.drafters.failures import Failures
 from paceline.drafters.packing import Document
 from paceline.learner.batch import draw
@@ -86,7 +86,7 @@ class PolicyTap:
         self.policy = policy
         self._called = called or policy
         self._layers, self._taps = list(layers), tuple(taps)
-        self._share, self._budget = config.step_share, config.step_mb * 2**20 / max(1, passes_per_step)
+        self._budget = step_bytes(config) / max(1, passes_per_step)
         self._with_gradient, self._temperature = with_gradient, temperature
         self._rng = np.random.default_rng(seed)
         self._seen: dict[bytes, None] = {}
@@ -173,10 +173,9 @@ class PolicyTap:
             del self._seen[next(iter(self._seen))]
 
     def _choose(self, rows: Sequence[_Row]) -> list[_Row]:
-        lucky = [row for row in rows if self._rng.random() < self._share]
         hidden_size = self.policy.config.get_text_config().hidden_size
-        sizes = [document_bytes(len(row.token_ids), len(self._taps), hidden_size) for row in lucky]
-        return [lucky[i] for i in sorted(draw(sizes, self._budget, self._rng))]
+        sizes = [document_bytes(len(row.token_ids), len(self._taps), hidden_size) for row in rows]
+        return [rows[i] for i in sorted(draw(sizes, self._budget, self._rng))]
 
     def _document(self, row: _Row, last_BSD: torch.Tensor) -> Document:
         real_S = row.real_S.to(last_BSD.device)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
 logger = logging.getLogger(__name__)
-TRAINING = DrafterTrainingConfig(buffer=BufferConfig(keep_versions=16, step_share=1.0))
+TRAINING = DrafterTrainingConfig(buffer=BufferConfig(keep_versions=16))
 """Keep rollouts longer than in Paceline's runs: generations may be small, and only a tenth of the prompts is held
 out."""
 

@@ -19,20 +19,24 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from paceline.config import CalibrationConfig
-from paceline.fp8 import E4M3_MAX, E4M3_SMALLEST_NORMAL, KvScales, kv_scale, percentile
+from paceline.fp8 import E4M3_MAX, E4M3_SMALLEST_NORMAL, KvScales, kv_scale
 from paceline.learner.batch import draw
 
 _PARTS = ("q", "k", "v")
 _LISTENING = "paceline_listening"
+SHARE = 0.05
+"""Share of the batch's tokens, in whole samples, that a calibration reads, within the following limits."""
 _FEWEST_TOKENS = 256
+_MOST_TOKENS = 4096
+_MARGIN = 1.25
+"""Factor above the largest value read, as room for tokens that were not read. E4M3 is a floating-point format, so a
+larger scale costs no precision until small values underflow."""
 
 
 class Calibration:
     """Magnitudes observed on one rank. `in_use` are the engines' current scales, for the share of saturated values."""
 
-    def __init__(self, num_layers: int, config: CalibrationConfig, in_use: KvScales | None) -> None:
-        self._config = config
+    def __init__(self, num_layers: int, in_use: KvScales | None) -> None:
         self._in_use = in_use
         self._amax: list[list[list[torch.Tensor]]] = [[[] for _ in range(num_layers)] for _ in _PARTS]
         self.saturated_L = torch.zeros(num_layers, dtype=torch.float64)
@@ -71,22 +75,22 @@ class Calibration:
                 continue
             size = part.abs()
             self.count_L[layer] += size.numel()
-            fitting = kv_scale(float(size.max()), self._config.margin)
+            fitting = kv_scale(float(size.max()), _MARGIN)
             self.underflow_L[layer] += float((size < E4M3_SMALLEST_NORMAL * fitting).sum())
             if self._in_use is not None:
                 self.saturated_L[layer] += float((size > E4M3_MAX * getattr(self._in_use, name)[layer]).sum())
 
     def amax(self) -> torch.Tensor:
-        """Return the configured percentile over tokens as [3, layers]; zero without tokens on this rank."""
-        return torch.tensor([[self._percentile(seen) for seen in layers] for layers in self._amax])
-
-    def _percentile(self, seen: list[torch.Tensor]) -> float:
-        amax_T = torch.cat(seen) if seen else torch.empty(0)
-        return percentile(amax_T, self._config.percentile) if len(amax_T) else 0.0
+        """Return the largest magnitudes as [3, layers]; zero without tokens on this rank."""
+        return torch.tensor([[_largest(seen) for seen in layers] for layers in self._amax])
 
 
-def scales_of(amax_3L: torch.Tensor, margin: float, version: int) -> KvScales:
-    q, k, v = (tuple(kv_scale(amax, margin) for amax in row) for row in amax_3L.tolist())
+def _largest(seen: list[torch.Tensor]) -> float:
+    return float(torch.cat(seen).max()) if sum(map(len, seen)) else 0.0
+
+
+def scales_of(amax_3L: torch.Tensor, version: int) -> KvScales:
+    q, k, v = (tuple(kv_scale(amax, _MARGIN) for amax in row) for row in amax_3L.tolist())
     return KvScales(version=version, q=q, k=k, v=v)
 
 
@@ -103,9 +107,10 @@ def calibration_metrics(scales: KvScales, sums_3L: torch.Tensor, *, known: bool)
     return metrics
 
 
-def choose(lengths: Sequence[int], config: CalibrationConfig, rng: np.random.Generator) -> list[int]:
-    """Draw random samples with the configured share of all tokens, within bounds."""
-    budget = min(max(config.share * sum(lengths), _FEWEST_TOKENS), config.max_tokens)
+def choose(lengths: Sequence[int], share: float, rng: np.random.Generator) -> list[int]:
+    """Draw random samples with this share of all tokens, within limits unless it is 1."""
+    budget = max(share * sum(lengths), _FEWEST_TOKENS)
+    budget = budget if share == 1 else min(budget, _MOST_TOKENS)
     return draw(lengths, budget, rng, fewest=1)
 
 

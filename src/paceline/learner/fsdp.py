@@ -31,10 +31,10 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from paceline.config import CalibrationConfig, CorrectionConfig, LearnerConfig, ObjectiveConfig
+from paceline.config import CorrectionConfig, LearnerConfig, ObjectiveConfig
 from paceline.fp8 import KvScales
 from paceline.learner.batch import PaddedBatch, make_batch, plan_passes
-from paceline.learner.calibration import Calibration, calibration_metrics, choose, has_qk_norm, scales_of
+from paceline.learner.calibration import SHARE, Calibration, calibration_metrics, choose, has_qk_norm, scales_of
 from paceline.learner.checkpoint import full_weight, load_policy, output_head, read_tensors, write_checkpoint
 from paceline.learner.correction import correct
 from paceline.learner.objective import LossSums, loss_normaliser, policy_loss
@@ -209,9 +209,7 @@ class FsdpLearner:
         self._pending = None
         self._optimizer.zero_grad()
 
-    def calibrate(
-        self, samples: Sequence[Sample], version: int, settings: CalibrationConfig | None = None
-    ) -> dict[str, float]:
+    def calibrate(self, samples: Sequence[Sample], version: int, share: float = SHARE) -> dict[str, float]:
         """Calibrate the KV scales of policy `version` on some of the samples, and store them in `kv_scales`.
 
         Return metrics, the same on every rank. `saturated_share` is the share of values that the previous scales would
@@ -219,9 +217,8 @@ class FsdpLearner:
         """
         self._check(samples, trained_on=False)
         lengths = [len(sample.token_ids) for sample in samples]
-        settings = settings or self._config.calibration
-        chosen = choose(lengths, settings, np.random.default_rng((self._seed, version)))
-        seen = Calibration(len(self._layers), settings, self.kv_scales)
+        chosen = choose(lengths, share, np.random.default_rng((self._seed, version)))
+        seen = Calibration(len(self._layers), self.kv_scales)
         picked = [samples[i] for i in chosen]
         for batch in self._passes(picked):
             length_B = torch.tensor([len(picked[i].token_ids) for i in batch.indices] or [0], device=self._device)
@@ -234,7 +231,7 @@ class FsdpLearner:
         dist.all_reduce(amax_3L, dist.ReduceOp.MAX)
         dist.all_reduce(sums_3L)
         known = self.kv_scales is not None
-        self.kv_scales = scales_of(amax_3L, settings.margin, version)
+        self.kv_scales = scales_of(amax_3L, version)
         return calibration_metrics(self.kv_scales, sums_3L, known=known) | {
             "precision/qk_norm": float(has_qk_norm(self._layers[0])),
             "precision/calibration_tokens": float(sum(lengths[i] for i in chosen)),

@@ -40,7 +40,7 @@ from typing import Literal
 
 import numpy as np
 
-from paceline.config import CorrectionConfig, GuardConfig
+from paceline.config import CorrectionConfig
 from paceline.files import atomic_directory, write_checksums
 from paceline.learner.correction import EngineGap
 from paceline.types import Floats, Sample
@@ -51,8 +51,6 @@ _FACTOR = 3.0
 """... and the least factor on k3, because the deviation of a few quiet steps is too small."""
 _TIMES_OTHERS = 3.0
 """Factor by which a suspected engine exceeds the other engines' median k3."""
-_STEEPNESS = {"correct": 1.0, "mask": 5 / 3, "raise_precision": 10 / 3}
-"""The run's own limits as multiples of the first: at least 3, 5 and 10 times the past."""
 _MIN_TOKENS = 256
 """Fewest tokens of an engine in a step to judge it by; a mean over fewer is too noisy."""
 _RELEASE = 0.5
@@ -77,6 +75,17 @@ class Level(IntEnum):
     def words(self) -> str:
         return self.name.lower().replace("_", " ")
 
+
+LIMITS = {Level.CORRECT: 0.002, Level.MASK: 0.01, Level.RAISE_PRECISION: 0.03, Level.SKIP: 0.1}
+"""k3 in nats per token above which a level is reached; the module's docstring names their sources."""
+_STEEPNESS = {Level.CORRECT: 1.0, Level.MASK: 5 / 3, Level.RAISE_PRECISION: 10 / 3}
+"""The run's own limits as multiples of the first: at least 3, 5 and 10 times the past."""
+CALIBRATION_STEPS = 8
+"""Calm steps from which a run learns its own limits."""
+HOLD_STEPS = 20
+"""Calm steps before engines return to FP8; doubled at every relapse."""
+MAX_PUSHES = 2
+"""Consecutive skipped updates before the run stops and saves the batch."""
 
 Cause = Literal["none", "noise", "sync", "policy"]
 
@@ -116,25 +125,23 @@ class GuardState:
     hold_steps: int = 0
     """Calm steps until precision is lowered; doubled at every relapse."""
 
-    def own_limit(self, config: GuardConfig) -> float:
+    def own_limit(self) -> float:
         """Return the limit for an engine's k3 from its past; the published limit until calibrated."""
         if self.centre is None:
-            return config.correct
+            return LIMITS[Level.CORRECT]
         return math.exp(self.centre + max(_DEVIATIONS * self.deviation, math.log(_FACTOR)))
 
-    def limits(self, config: GuardConfig) -> dict[Level, float]:
+    def limits(self) -> dict[Level, float]:
         """Return the limits for a mismatch of all engines."""
-        published = {"correct": config.correct, "mask": config.mask, "raise_precision": config.raise_precision}
-        if self.centre is not None:
-            own = self.own_limit(config)
-            published = {name: min(limit, _STEEPNESS[name] * own) for name, limit in published.items()}
-        return {Level[name.upper()]: limit for name, limit in published.items()} | {Level.SKIP: config.skip}
+        if self.centre is None:
+            return LIMITS
+        own = self.own_limit()
+        return {level: min(limit, _STEEPNESS.get(level, math.inf) * own) for level, limit in LIMITS.items()}
 
 
 def decide(
     state: GuardState,
     gaps: Mapping[str, EngineGap],
-    config: GuardConfig,
     *,
     learner_is_finite: bool = True,
     can_raise: bool = False,
@@ -145,31 +152,29 @@ def decide(
         why = "the learner's log-probabilities are not finite: the policy is broken, and no push repairs it"
         return state, GuardDecision(level=Level.STOP, cause="policy", why=why, update=False)
     if broken := tuple(name for name, gap in gaps.items() if gap.num_not_finite):
-        return _push_again(
-            state, config, "sync", broken, f"log-probabilities of {_named(broken)} are not finite", can_raise
-        )
+        return _push_again(state, "sync", broken, f"log-probabilities of {_named(broken)} are not finite", can_raise)
     judged = {name: gap for name, gap in gaps.items() if gap.num_tokens >= _MIN_TOKENS} or {
         name: gap for name, gap in gaps.items() if gap.num_tokens
     }
     if not judged:
         return state, GuardDecision(level=Level.OBSERVE, why="no tokens to judge")
-    if odd := _odd_ones(state, judged, config):
+    if odd := _odd_ones(state, judged):
         worst = max(judged[name].k3 for name in odd)
         why = f"k3 of {_named(odd)} jumped to {worst:.1e}"
         why += " while other engines are normal" if len(judged) > 1 else ""
-        return _push_again(state, config, "sync", odd, why, can_raise)
+        return _push_again(state, "sync", odd, why, can_raise)
     k3 = sum(gap.k3 * gap.num_tokens for gap in judged.values()) / sum(gap.num_tokens for gap in judged.values())
-    state, decision = _answer_noise(state, k3, config, can_raise)
+    state, decision = _answer_noise(state, k3, can_raise)
     if decision.level <= Level.CORRECT and not state.raised:
-        state = _remember(state, [math.log(max(gap.k3, 1e-12)) for gap in judged.values()], config)
+        state = _remember(state, [math.log(max(gap.k3, 1e-12)) for gap in judged.values()])
     return state, decision
 
 
-def _odd_ones(state: GuardState, judged: Mapping[str, EngineGap], config: GuardConfig) -> tuple[str, ...]:
+def _odd_ones(state: GuardState, judged: Mapping[str, EngineGap]) -> tuple[str, ...]:
     """Return engines with a mismatch unlike their past and unlike the other engines."""
-    limit = state.own_limit(config)
+    limit = state.own_limit()
     if len(judged) == 1:
-        sudden = math.inf if state.centre is None or state.raised else _STEEPNESS["raise_precision"] * limit
+        sudden = math.inf if state.centre is None or state.raised else _STEEPNESS[Level.RAISE_PRECISION] * limit
         return tuple(name for name, gap in judged.items() if gap.k3 > sudden)
     found = []
     for name, gap in judged.items():
@@ -179,11 +184,9 @@ def _odd_ones(state: GuardState, judged: Mapping[str, EngineGap], config: GuardC
     return tuple(found)
 
 
-def _answer_noise(
-    state: GuardState, k3: float, config: GuardConfig, can_raise: bool
-) -> tuple[GuardState, GuardDecision]:
+def _answer_noise(state: GuardState, k3: float, can_raise: bool) -> tuple[GuardState, GuardDecision]:
     """Choose the level for a mismatch of all engines."""
-    limits = state.limits(config)
+    limits = state.limits()
     reached = max((level for level, limit in limits.items() if k3 > limit), default=Level.OBSERVE)
     if state.level < Level.SKIP:  # no hysteresis after a push that helped
         held = (
@@ -198,10 +201,10 @@ def _answer_noise(
     state = replace(state, num_hot=num_hot)
     if reached == Level.SKIP or num_hot >= _PATIENCE:
         if can_raise:
-            return _raise(state, config, update=reached < Level.SKIP, cause="noise", engines=(), why=why)
+            return _raise(state, update=reached < Level.SKIP, cause="noise", engines=(), why=why)
         why += "; precision is already raised" if state.raised else "; there is no higher precision"
         if reached == Level.SKIP:
-            return _push_again(state, config, "noise", (), why, can_raise)
+            return _push_again(state, "noise", (), why, can_raise)
     level = min(reached, Level.MASK)
     state = replace(state, level=level, num_pushes=0)
     decision = GuardDecision(level=level, cause="noise" if level else "none", why=why)
@@ -214,9 +217,9 @@ def _answer_noise(
 
 
 def _raise(
-    state: GuardState, config: GuardConfig, *, update: bool, cause: Cause, engines: tuple[str, ...], why: str
+    state: GuardState, *, update: bool, cause: Cause, engines: tuple[str, ...], why: str
 ) -> tuple[GuardState, GuardDecision]:
-    hold_steps = 2 * state.hold_steps or config.hold_steps
+    hold_steps = 2 * state.hold_steps or HOLD_STEPS
     state = replace(
         state, level=Level.RAISE_PRECISION, raised=True, num_calm=0, num_hot=0, num_pushes=0, hold_steps=hold_steps
     )
@@ -225,27 +228,27 @@ def _raise(
 
 
 def _push_again(
-    state: GuardState, config: GuardConfig, cause: Cause, engines: tuple[str, ...], why: str, can_raise: bool
+    state: GuardState, cause: Cause, engines: tuple[str, ...], why: str, can_raise: bool
 ) -> tuple[GuardState, GuardDecision]:
     """Skip the batch and push again; after too many pushes restart engines in full precision, and then stop."""
     num_pushes = state.num_pushes + 1
-    if num_pushes <= config.max_pushes:
+    if num_pushes <= MAX_PUSHES:
         state = replace(state, level=Level.SKIP, num_pushes=num_pushes)
         return state, GuardDecision(level=Level.SKIP, cause=cause, why=why, engines=engines, update=False)
-    why += f"; {config.max_pushes} pushes did not help"
+    why += f"; {MAX_PUSHES} pushes did not help"
     if can_raise:
-        return _raise(state, config, update=False, cause=cause, engines=engines, why=why)
+        return _raise(state, update=False, cause=cause, engines=engines, why=why)
     return replace(state, level=Level.STOP), GuardDecision(
         level=Level.STOP, cause=cause, why=why, engines=engines, update=False
     )
 
 
-def _remember(state: GuardState, logs: Sequence[float], config: GuardConfig) -> GuardState:
+def _remember(state: GuardState, logs: Sequence[float]) -> GuardState:
     """Calibrate on the first calm steps, then follow slowly."""
     if state.centre is not None:
         return replace(state, centre=state.centre + _FOLLOW * (median(logs) - state.centre))
     past, num_steps = (*state.past, *logs), state.num_steps + 1
-    if num_steps < config.calibration_steps:
+    if num_steps < CALIBRATION_STEPS:
         return replace(state, past=past, num_steps=num_steps)
     centre = median(past)
     deviation = 1.4826 * median(abs(value - centre) for value in past)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.config import BufferConfig, CorrectionConfig
-from paceline.drafters.buffer import Buffer, document_bytes
+from paceline.drafters.buffer import Buffer, document_bytes, step_bytes
 from paceline.drafters.packing import Document
 from paceline.learner.batch import draw
 from paceline.learner.fsdp import FsdpLearner
@@ -25,6 +25,10 @@ from paceline.types import Sample
 
 CHUNK_ROLLOUTS = 64
 """Rollouts per pass for callers that process many."""
+
+SHARE = 0.5
+"""Share of a step's rollouts that are written if the buffer allows: each adds to the time of the log-probability
+pass."""
 
 
 class HiddenStateTap:
@@ -87,8 +91,8 @@ class HiddenStateWriter:
             samples,
             num_taps=len(taps),
             hidden_size=self._learner.hidden_size,
-            share=config.step_share,
-            budget_bytes=config.step_mb * 2**20,
+            share=SHARE,
+            budget_bytes=step_bytes(config),
             seed=(self._seed, version),
         )
         result, documents = self._tap.score(samples, chosen, correction)

@@ -28,7 +28,7 @@ from paceline.drafters.provenance import Provenance
 from paceline.orchestrator.drafter_store import DrafterSender, DrafterStore
 from paceline.orchestrator.drafter_switch import NoSwitch
 from paceline.orchestrator.journal import Journal
-from paceline.orchestrator.leases import Account
+from paceline.orchestrator.leases import LEASE_S, Account
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.slots import Slots, Trainer
 from paceline.types import Engine, Group
@@ -58,8 +58,8 @@ class OnlineDrafterTraining:
         self._config = config
         self._apart = frozenset(apart)
         self._switch = switch or NoSwitch()
-        self._slots = Slots(members, trainers, config.lease, skip_short=config.mode == "idle")
-        self._drift = DriftMonitor(config.drift)
+        self._slots = Slots(members, trainers, skip_short=config.mode == "idle")
+        self._drift = DriftMonitor()
         self._lost = LostDrafter()
         self._judged = 0
         """Last round with a handled verdict."""
@@ -134,7 +134,7 @@ class OnlineDrafterTraining:
             if self._config.inline_slices is None:
                 await asyncio.sleep(self._config.inline_s)
             else:
-                async with asyncio.timeout(self._config.lease.lease_s):
+                async with asyncio.timeout(LEASE_S):
                     while not self._store.slices_made():
                         await asyncio.sleep(_LOOK_AGAIN_S)
             await self.close_phase()

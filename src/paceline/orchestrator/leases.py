@@ -29,8 +29,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from statistics import median
 
-from paceline.config import LeaseConfig
 from paceline.orchestrator.state_machine import Machine, StateMachines, complete
+
+SETTLE_S = 0.02
+"""Seconds of idleness before a lease: an engine is briefly idle between two rollouts."""
+LEASE_S = 60.0
+"""Longest lease; then the trainer is recalled even if the engine has no work."""
 
 
 class LeaseState(Enum):
@@ -177,10 +181,9 @@ class Account:
 class Leases(StateMachines[Slot, LeaseState, Event, Action]):
     """The slots of a fleet and their account."""
 
-    def __init__(self, engines: Sequence[str], config: LeaseConfig, *, skip_short: bool = True) -> None:
+    def __init__(self, engines: Sequence[str], *, skip_short: bool = True) -> None:
         """Without `skip_short`, every lease begins, however short it may be."""
         super().__init__({engine: Slot() for engine in engines})
-        self._config = config
         self._skip_short = skip_short
         self._wanted_since_s: dict[str, float] = {}
         self._now_s = 0.0
@@ -249,9 +252,9 @@ class Leases(StateMachines[Slot, LeaseState, Event, Action]):
         slot = self._machines[name]
         match slot.state:
             case LeaseState.IDLE if self._on(name) and not slot.retired and self._is_worth_it(slot):
-                return slot.since_s + self._config.settle_s, Event.TIMEOUT
+                return slot.since_s + SETTLE_S, Event.TIMEOUT
             case LeaseState.LEASED:
-                return slot.since_s + self._config.lease_s, Event.TIMEOUT
+                return slot.since_s + LEASE_S, Event.TIMEOUT
             case _:
                 return None
 
@@ -263,11 +266,11 @@ class Leases(StateMachines[Slot, LeaseState, Event, Action]):
         by the slot's last idle times and leases. The length of a slice is irrelevant: the next lease resumes it."""
         if not self._skip_short or not slot.idle_times_s or not slot.way_times_s:
             return True
-        return median(slot.idle_times_s) - self._config.settle_s >= 2 * median(slot.way_times_s)
+        return median(slot.idle_times_s) - SETTLE_S >= 2 * median(slot.way_times_s)
 
     def _end_idle_time(self, slot: Slot) -> None:
         """Remember how long the slot was idle, except for moments between two rollouts."""
-        if slot.idle_s > self._config.settle_s:
+        if slot.idle_s > SETTLE_S:
             slot.idle_times_s.append(slot.idle_s)
             slot.num_passed = slot.num_passed + 1 if slot.state is LeaseState.IDLE else 0
             if slot.num_passed == _REMEMBERED:

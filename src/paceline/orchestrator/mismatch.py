@@ -85,9 +85,7 @@ class MismatchMonitor:
         ratios = self._of_engines(Ratios.of([sample.logp for sample in samples], learner_logp), samples, version)
         gaps = gaps_by_engine(samples, ratios)
         finite = all(np.isfinite(logp).all() for logp in learner_logp)
-        state, decision = decide(
-            self._state, gaps, self._config.guard, learner_is_finite=finite, can_raise=self._can_raise
-        )
+        state, decision = decide(self._state, gaps, learner_is_finite=finite, can_raise=self._can_raise)
         acting = self._config.guard.mode == "act"
         if not acting:  # nothing was done
             state = replace(state, raised=False, num_pushes=0, hold_steps=0)
@@ -145,10 +143,10 @@ class MismatchMonitor:
         self._journal.metrics.add("mismatch/floor_k3", Mean(float(k3_of(gap.clamped_N).sum()), len(gap.log_N)))
 
     def _record_decision(self, decision: GuardDecision) -> None:
-        add, guard = self._journal.metrics.add, self._config.guard
+        add = self._journal.metrics.add
         add("guard/level", Max(decision.level))
         add("guard/raised", Max(float(self._state.raised)))
-        add("guard/own_limit", Max(self._state.own_limit(guard)))
+        add("guard/own_limit", Max(self._state.own_limit()))
         if decision.level != self._level or decision.level > Level.MASK or decision.precision is not None:
             self._journal.event(
                 "guard",
@@ -157,7 +155,7 @@ class MismatchMonitor:
                 why=decision.why,
                 engines=list(decision.engines),
                 precision=decision.precision,
-                acted=guard.mode == "act",
+                acted=self._config.guard.mode == "act",
             )
         self._level = decision.level
 

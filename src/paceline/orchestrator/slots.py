@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from paceline.config import LeaseConfig
 from paceline.drafters.failures import Failures
 from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.leases import Account, Action, Event, Leases, LeaseState, Order
@@ -68,12 +67,10 @@ class Trainer(Protocol):
 class Slots:
     """All slots of a run."""
 
-    def __init__(
-        self, members: Members, trainers: Sequence[Trainer], config: LeaseConfig, *, skip_short: bool = True
-    ) -> None:
+    def __init__(self, members: Members, trainers: Sequence[Trainer], *, skip_short: bool = True) -> None:
         self._members = members
         self._trainers = dict(zip(members.places, trainers, strict=True))
-        self._leases = Leases(members.places, config, skip_short=skip_short)
+        self._leases = Leases(members.places, skip_short=skip_short)
         self._crashes = dict.fromkeys(self._trainers, 0)
         self.failures = Failures(lambda what, error: self._journal.event("slot_failed", during=what, why=repr(error)))
         """Unexpected errors since the run began."""

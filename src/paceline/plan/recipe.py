@@ -88,7 +88,7 @@ def recommended(found: Answer) -> str:
         f"max_age = {max_age}",
         "",
         "[policy]",
-        f"model = {json.dumps(question.shape.name)}  # must be a checkpoint directory on this machine",
+        f"model = {json.dumps(question.shape.name)}  # downloaded at the start; or a checkpoint directory",
         "",
         "[data]",
         'kind = "jsonl"',

@@ -144,6 +144,7 @@ def _config(scenario: Scenario) -> Config:
     return load_config(
         None,
         [
+            "policy.model=simulated",
             f"run.steps={scenario.warmup + scenario.steps + 2 * scenario.max_age}",
             f"run.max_age={scenario.max_age}",
             f"rollout.prompts_per_step={scenario.num_groups}",
@@ -166,7 +167,7 @@ def _selectors(scenario: Scenario) -> Iterator[Selector]:
         prior = cost_file(scenario.model, batches=batches, context=scenario.prompt_tokens + scenario.lengths.mean / 2)
         model = CostModel(longest, prior)
         while True:
-            yield Measured(deepcopy(model), explore=config.explore, margin=config.margin, max_draft_length=longest)
+            yield Measured(deepcopy(model), max_draft_length=longest)
     for seed in count():
         yield build_selector(config, max_draft_length=longest, max_num_requests=scenario.max_num_seqs, seed=seed)
 

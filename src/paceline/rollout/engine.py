@@ -7,8 +7,8 @@
 A lost engine stays lost: every method raises the same EngineLostError, and the owner closes it and sends its requests
 elsewhere. An engine is lost if vLLM reports it dead, if a call misses its deadline, if it owes an answer and its
 processes are frozen (pulse.py: vLLM's own health check does not notice), if requests are in flight without a token for
-`progress_deadline_s`, or if vLLM drops a request without `abort`: the engine is then shutting down, and a silently
-dropped request would leave its group incomplete.
+`rollout.engine.deadline_s`, or if vLLM drops a request without `abort`: the engine is then shutting down, and a
+silently dropped request would leave its group incomplete.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class VllmEngine:
             self._check_alive()
             try:
                 # Short waits, because the progress deadline moves with every token.
-                await asyncio.wait_for(self._news.wait(), min(1.0, self.config.progress_deadline_s / 4))
+                await asyncio.wait_for(self._news.wait(), min(1.0, self.config.deadline_s / 4))
             except TimeoutError:
                 continue
             self._news.clear()
@@ -303,7 +303,7 @@ class VllmEngine:
         waits = owes and not self._num_calls
         if self._pulse.frozen(silent_s=silent_s if waits else 0.0, now_s=time.monotonic()):
             raise self._lose(f"frozen: no answer for {silent_s:.1f} s, and none of its processes computes")
-        if self._in_flight and not self._paused and silent_s > self.config.progress_deadline_s:
+        if self._in_flight and not self._paused and silent_s > self.config.deadline_s:
             raise self._lose(f"no token for {silent_s:.1f} s with {len(self._in_flight)} requests in flight")
 
     async def _ask_for_life(self) -> None:

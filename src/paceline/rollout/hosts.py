@@ -9,6 +9,7 @@ with an error are left out, because they would stop the host's engine later.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib.util import find_spec
@@ -103,7 +104,7 @@ def fill(
                 return Filling(arguments={}, reasons=("the policy's checkpoint has no MTP heads",))
             speculation, engine = _with_mtp_heads(num_heads), EngineConfig()
         else:
-            speculation, engine = _read(setting)
+            speculation, engine = _read(setting, given)
         if speculates:
             return _beside_speculation(given, speculation)
         if not sound_sampler:
@@ -129,8 +130,8 @@ def fill(
         return Filling(arguments={}, reasons=(str(error) or repr(error),), refused=True)
 
 
-def _read(file: str) -> tuple[SpeculationConfig, EngineConfig]:
-    config = load_config(file)
+def _read(file: str, given: Mapping[str, Any]) -> tuple[SpeculationConfig, EngineConfig]:
+    config = load_config(file, [f"policy.model={json.dumps(given.get('model', ''))}"])  # the host's
     if config.speculation is None:
         raise ValueError(f"speculation: is missing; must be a section of {file} because it names the drafter")
     return config.speculation, config.rollout.engine

@@ -42,6 +42,9 @@ COUNTERS = (
     "merged_rollouts",
 )
 
+_MIN_MATCH, _MAX_MATCH = 2, 16
+"""Tokens that must match for a candidate, and tokens by which candidates are compared."""
+
 
 class HistoryProposer:
     """The history drafter of one worker."""
@@ -131,8 +134,8 @@ def _build(settings: HistoryDrafter, vllm_config: VllmConfig, vocabulary_size: i
 
     def build(capacity_mb: float) -> History:
         return History(
-            min_match=settings.min_match,
-            max_match=settings.max_match,
+            min_match=_MIN_MATCH,
+            max_match=_MAX_MATCH,
             capacity_mb=capacity_mb,
             max_rows=max_rows,
             draft_length=speculative.num_speculative_tokens,

@@ -29,6 +29,8 @@ KEEP_LAST_BLOCK = "disable_eagle_block_drop"
 recomputes that block, because EAGLE's KV at a position depends on the next token, which may differ after a block.
 Siblings have the same prompt, so it never differs, and DFlash's KV does not depend on it. Otherwise a draft may be
 worse; outputs are verified in any case."""
+NGRAM_MATCH = (2, 4)
+"""Shortest and longest repeated run of tokens that vLLM's n-gram drafter looks up."""
 _GRAPH_MEMORY = GraphMemory(per_graph_gb=0.002, per_token_gb=0.00006)
 """From captures logged in vLLM's pull requests 22897 and 23184: about 7 MiB for 100 tokens, 26 MiB for 450. Not
 measured by us."""
@@ -98,7 +100,8 @@ def speculative_config(
         "num_speculative_tokens_per_batch_size": length_table(lengths, engine.max_num_seqs),
     }
     match config.drafter:
-        case NgramDrafter(min_match=shortest, max_match=longest):
+        case NgramDrafter():
+            shortest, longest = NGRAM_MATCH
             return settings | {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": longest}
         case HistoryDrafter():
             return settings | {"method": "custom_class", "model": "paceline.rollout.proposer.HistoryProposer"}

@@ -5,11 +5,11 @@ The measured selector takes the argmax of the expected rate of `cost.py`, with t
 - **Ladder.** Without a prior, drafts grow 1, 3, 7: to twice the known positions plus one. One draft token per request
   exposes a useless drafter; longer drafts need no trial, because they never take less time.
 - **Probes.** A draft length that is best under an optimistic estimate runs for two consecutive steps, so that one step
-  both verifies and drafts it. Each probe costs credit, which grows by `explore` per step after an initial sum. After a
+  both verifies and drafts it. Each probe costs credit, which grows by `EXPLORE` per step after an initial sum. After a
   failed probe, the length is not probed again for 8 steps at similar batch sizes, then 16, and so on. Draft length 0
   gives no acceptance data, so one token is drafted after 32 steps, then 64, then every 128: this finds a recovered
   drafter at a cost below 1 %.
-- **Hysteresis.** A new best length must lead by `margin`, which decays from the last change.
+- **Hysteresis.** A new best length must lead by `MARGIN`, which decays from the last change.
 
 A choice takes effect in two steps: the drafter drafts in this one, the policy verifies in the next.
 """
@@ -37,6 +37,10 @@ from paceline.selector.cost import CostModel, Outlook, Step
 from paceline.selector.cost_file import load_costs
 from paceline.selector.simple import Simple
 
+EXPLORE = 0.02
+"""Largest share of steps spent on draft lengths other than the best known one."""
+MARGIN = 0.03
+"""Relative gain that a new draft length must promise: hysteresis against flapping."""
 OPTIMISM, MOST_OPTIMISM, OPTIMISM_STEPS = 1.0, 3.0, 64
 """Standard deviations added to a draft length's rate for probes: one more per 64 steps without a probe, because the
 model can be both certain and wrong."""
@@ -51,6 +55,9 @@ MARGIN_HALF_LIFE = 8.0
 SETTLED, EVALUATE_EVERY = 32, 4
 """After 32 steps without a change or probe, re-evaluate a batch of the same size in every fourth step only. The model's
 arithmetic finds cold caches after each step and would cost about 1 % of it."""
+
+THRESHOLDS, EPSILON, WINDOW = (4, 16), 0.1, 10
+"""BEG-MAB's batch sizes at which buckets start, share of random choices, and rewards per median."""
 
 
 class Selector(Protocol):
@@ -70,7 +77,7 @@ def build_selector(config: SelectorConfig, *, max_draft_length: int, max_num_req
         case MeasuredSelector():
             prior = None if config.costs is None else load_costs(config.costs)
             model = CostModel(max_draft_length, prior)
-            return Measured(model, explore=config.explore, margin=config.margin, max_draft_length=max_draft_length)
+            return Measured(model, max_draft_length=max_draft_length)
         case FixedSelector():
             if config.draft_length > max_draft_length:
                 raise ValueError(
@@ -83,7 +90,7 @@ def build_selector(config: SelectorConfig, *, max_draft_length: int, max_num_req
                 dense_table(config.ranges, max_draft_length=max_draft_length, max_num_requests=max_num_requests)
             )
         case BanditSelector():
-            return Bandit(config, max_draft_length=max_draft_length, seed=seed)
+            return Bandit(max_draft_length=max_draft_length, seed=seed)
         case SimpleSelector():
             return Simple(max_draft_length)
 
@@ -91,10 +98,8 @@ def build_selector(config: SelectorConfig, *, max_draft_length: int, max_num_req
 class Measured:
     """Chooses the argmax of the expected rate with hysteresis, and probes uncertain lengths."""
 
-    def __init__(self, model: CostModel, *, explore: float, margin: float, max_draft_length: int) -> None:
+    def __init__(self, model: CostModel, *, max_draft_length: int) -> None:
         self.model = model
-        self._explore = explore
-        self._margin = margin
         self._max = max_draft_length
         self._current = 0
         self._age = 1e9  # steps since `_current` changed
@@ -127,7 +132,7 @@ class Measured:
             return 0
         self._step += 1
         self._since_drafts += 1
-        self._credit = min(self._credit + self._explore, OPENING_STEPS)
+        self._credit = min(self._credit + EXPLORE, OPENING_STEPS)
         self._age += 1
         if self._must_evaluate(num_requests):
             self._evaluate(num_requests, max(context_tokens, 0))
@@ -156,7 +161,7 @@ class Measured:
         if best == self._current:
             return
         gain = log_rate_K[best] - outlook.log_rate_K[self._current]
-        if gain > self._margin * 0.5 ** (self._age / MARGIN_HALF_LIFE):
+        if gain > MARGIN * 0.5 ** (self._age / MARGIN_HALF_LIFE):
             self._current, self._age = best, 0
             self._num_switches += 1
 
@@ -175,7 +180,7 @@ class Measured:
                 hope_K[k] = -np.inf
         hope_K[self._current] = -np.inf
         k = int(hope_K[: reach + 1].argmax())
-        if hope_K[k] > outlook.log_rate_K[self._current] + self._margin:
+        if hope_K[k] > outlook.log_rate_K[self._current] + MARGIN:
             _, wait, _ = self._failed_probes[k]
             wait = min(max(2 * wait, RETRY_WAIT), LONGEST_WAIT)
             self._failed_probes[k] = (self._step + int(wait), wait, num_requests)
@@ -260,20 +265,17 @@ class Bandit:
     probability epsilon. Untried arms come first. The reward is the step's tokens per second; the arm is the verified
     draft length."""
 
-    def __init__(self, config: BanditSelector, *, max_draft_length: int, seed: int) -> None:
-        self._thresholds = config.thresholds
-        self._epsilon = config.epsilon
+    def __init__(self, *, max_draft_length: int, seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311
         self._rewards = [
-            [deque[float](maxlen=config.window) for _ in range(max_draft_length + 1)]
-            for _ in range(len(config.thresholds) + 1)
+            [deque[float](maxlen=WINDOW) for _ in range(max_draft_length + 1)] for _ in range(len(THRESHOLDS) + 1)
         ]
         self._chosen = 0
         self._num_explored = 0
 
     def choose(self, num_requests: int, context_tokens: int) -> int:
-        arms = self._rewards[bisect_right(self._thresholds, num_requests)]
-        if self._random.random() < self._epsilon:
+        arms = self._rewards[bisect_right(THRESHOLDS, num_requests)]
+        if self._random.random() < EPSILON:
             self._num_explored += 1
             self._chosen = self._random.randrange(len(arms))
         else:
@@ -283,7 +285,7 @@ class Bandit:
     def observe(self, step: Step) -> None:
         if step.num_prefill_tokens or step.num_requests <= 0 or not 0 < step.seconds < float("inf"):
             return
-        arms = self._rewards[bisect_right(self._thresholds, step.num_requests)]
+        arms = self._rewards[bisect_right(THRESHOLDS, step.num_requests)]
         if step.verified < len(arms):
             arms[step.verified].append(step.num_emitted / step.seconds)
 

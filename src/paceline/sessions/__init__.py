@@ -1,1 +1,1 @@
-"""Whole jobs: a config in, a directory out."""
+"""Jobs that turn a config into a directory."""

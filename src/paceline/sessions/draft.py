@@ -108,7 +108,10 @@ def train_drafter(
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     samples = asyncio.run(_sample(model_path, prompts, recipe, config.max_position_embeddings, context))
     learner = FsdpLearner(
-        model_path, LearnerConfig(dtype=fast_precision(), microbatch_tokens=4096), ObjectiveConfig(), temperature=1.0
+        model_path,
+        LearnerConfig(world_size=1, dtype=fast_precision(), microbatch_tokens=4096),
+        ObjectiveConfig(),
+        temperature=1.0,
     )
     try:
         drafter, result, num_tokens = _train(kind, learner, model_path, samples, recipe, context)

@@ -72,7 +72,9 @@ class SidecarSettings:
         if not self.period_s > 0:
             raise ValueError(f"--period: got {self.period_s}; must be above 0 seconds")
         if self.out is not None and self.out.exists():
-            raise ValueError(f"--out: got {self.out}, which exists; must be new because every drafter replaces it")
+            raise ValueError(
+                f"--out: got {self.out}, which exists; must not exist because every published drafter replaces it"
+            )
         host = urlsplit(self.server).hostname
         if not _is_this_machine(host):
             raise ValueError(
@@ -148,7 +150,7 @@ class _Sidecar:
     ) -> None:
         self._settings, self._wire, self._updater, self._context = settings, wire, updater, context
         self._drafter = drafter
-        learner = LearnerConfig(dtype=fast_precision(), microbatch_tokens=4096)
+        learner = LearnerConfig(world_size=1, dtype=fast_precision(), microbatch_tokens=4096)
         self._policy = PolicyStates(settings.policies, drafter, learner)
         self._files = RolloutFiles(settings.rollouts)
         self._reader: RolloutReader | None = None

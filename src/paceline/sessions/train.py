@@ -1,11 +1,11 @@
-"""A config in, a run directory out: what `paceline train` does.
+"""`paceline train`: turn a config into a run directory.
 
 runs/NAME/config.json      the resolved config
-         metrics.jsonl     everything that was measured
+         metrics.jsonl     all metrics
          policy/step-N/    Hugging Face checkpoints of the policy
-         state/step-N/     checkpoints of the whole run, for `--resume`
-         batches/          rollouts and rewards that no checkpoint covers yet
-         report.html       made at the end, or by `paceline report`
+         state/step-N/     checkpoints of the run, for `--resume`
+         batches/          rollouts and rewards since the last checkpoint
+         report.html       written at the end, or by `paceline report`
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ from paceline.types import Tokenizer
 
 
 def run(config: Config, context: Context, *, resume: Path | None = None) -> Path:
-    """Train as the config says, in a new run directory or from where the run in `resume` was ended; returns the
-    directory. Ctrl-C and SIGTERM end every process before RunInterruptedError is raised."""
+    """Train in a new run directory, or resume the run in `resume`, and return the directory.
+
+    Ctrl-C and SIGTERM end every process before RunInterruptedError is raised."""
+    check_data(config)
     check_groups(config)
     model_path = resolve_policy(config.policy.model, context)
     config = with_drafter(config, context)
@@ -71,10 +73,10 @@ def _run_in(
     console = [ConsoleSink()] if "console" in config.run.sinks else []
     recorder = Recorder(JsonlSink(metrics), [*console, *open_sinks(config, directory)])
     for problem in recovery.problems:
-        context.progress(f"a checkpoint is damaged and was set aside, the one before it is used: {problem}")
-    goes_on = f", going on after step {recovery.step}" if num_dropped else ""
+        context.progress(f"a damaged checkpoint was set aside; using the previous one: {problem}")
+    resumed = f", resumed after step {recovery.step}" if num_dropped else ""
     context.progress(
-        f"run directory {directory}{goes_on}; starting {config.rollout.num_engines} engines and the learner"
+        f"run directory {directory}{resumed}; starting {config.rollout.num_engines} engines and the learner"
     )
     try:
         asyncio.run(_run(config, model_path, task, tokenizer, recorder, directory, recovery))
@@ -86,7 +88,7 @@ def _run_in(
         recorder.close()
         if lost := recorder.counts["metrics/records_lost"]:
             context.report(
-                f"{directory / 'metrics.jsonl'} lacks {lost:,} records, which could not be written: disk full?"
+                f"{directory / 'metrics.jsonl'} lacks {lost:,} records that could not be written; check for a full disk"
             )
     return directory
 
@@ -102,14 +104,13 @@ def resumed_config(directory: Path, overrides: Sequence[str]) -> Config:
             raise ValueError(
                 f"{key}: cannot change at a resume because it would be another run; {', '.join(allowed)} can"
             )
-    config = load_config(directory / "config.json", overrides)
     if not (directory / "state").is_dir():
-        raise ValueError(f"resume: got {directory}, which was run with run.checkpoint_every=0; start it anew")
-    return config
+        raise ValueError(f"resume: got {directory}, which has no checkpoints (run.checkpoint_every=0); start a new run")
+    return load_config(directory / "config.json", overrides)
 
 
 def _refuse_second_driver(directory: Path) -> None:
-    raise ValueError(f"resume: got {directory}, whose run has not ended; one process at a time can drive a run")
+    raise ValueError(f"resume: got {directory}, which another process is running; only one process can drive a run")
 
 
 async def _run(
@@ -154,20 +155,21 @@ async def _run(
             raise_precision=None if engine == engine.in_full_precision else cluster.raise_precision,
         )
         await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"), recovery=recovery)
-        if (directory / "drafter").exists():  # of a run that has gone on beyond what was its last step
+        if (directory / "drafter").exists():  # saved by an earlier end of the run
             move_file(directory / "drafter", directory / f"drafter-of-step-{recovery.step}")
         cluster.drafter.save(directory / "drafter", _provenance(config, directory))
 
 
 def _provenance(config: Config, directory: Path) -> Provenance | None:
-    """Where the drafter that a run has trained comes from; None if the run has no learned drafter."""
+    """Return the origin of the run's drafter, or None without a learned drafter."""
     if config.speculation is None or not isinstance(config.speculation.drafter, LearnedDrafter):
         return None
+    assert config.data is not None
     facts = {key: value for key, value in config.data.model_dump(mode="json").items() if value is not None}
     return Provenance(
         policy=f"{directory.resolve()}/policy/step-{config.run.steps} ({config.policy.model} after RL)",
         data=", ".join(f"{key} {value}" for key, value in facts.items()),
-        start="random weights" if config.speculation.has_new_drafter else config.speculation.drafter.path,
+        start="random weights" if config.speculation.has_random_drafter else config.speculation.drafter.path,
         num_tokens=0,
         seed=config.run.seed,
         rl_steps=config.run.steps,
@@ -175,7 +177,7 @@ def _provenance(config: Config, directory: Path) -> Provenance | None:
 
 
 def check_costs(config: Config, model_path: Path) -> None:
-    """Refuse a prior that is not there, or that was measured on another model, machine or engine."""
+    """Refuse a missing cost file, or one that was measured on another model, machine or engine."""
     if config.speculation is None:
         return
     selector, drafter = config.speculation.selector, config.speculation.drafter
@@ -186,15 +188,13 @@ def check_costs(config: Config, model_path: Path) -> None:
 
 
 def with_drafter(config: Config, context: Context) -> Config:
-    """Return the config with the path of its drafter; a workload's drafter or draft model is made first when it is
-    missing."""
+    """Return the config with the local path of its drafter or draft model."""
     speculation = config.speculation
-    if speculation is None or speculation.has_new_drafter:
+    if speculation is None or speculation.has_random_drafter:
         return config
     match speculation.drafter:
         case (EagleDrafter() | ParallelDrafter()) as drafter:
-            path = resolve_drafter(drafter.path, config.policy.model, context, kind=drafter.kind)
-            drafter = drafter.model_copy(update={"path": str(path)})
+            drafter = drafter.model_copy(update={"path": str(resolve_drafter(drafter.path, context))})
         case VllmDrafter(settings={"model": str(model), **rest}) as drafter if arena_policy(model) is not None:
             drafter = drafter.model_copy(update={"settings": {**rest, "model": str(resolve_policy(model, context))}})
         case _:
@@ -208,18 +208,27 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
     return cast("Tokenizer", AutoTokenizer.from_pretrained(model_path))
 
 
+def check_data(config: Config) -> None:
+    """Refuse a run without data of its own."""
+    if config.data is None:
+        raise ValueError(
+            "data: is missing; must name prompts and a reward function, for example with this line at the top of the "
+            'TOML file:\ndata = {kind = "jsonl", path = "prompts.jsonl", reward = "reward.py:reward"}'
+        )
+
+
 def check_groups(config: Config) -> None:
-    """Refuse groups of one rollout. Jobs that learn nothing on purpose, such as a simulation, do not ask."""
+    """Refuse groups of one rollout, with which a run cannot learn."""
     if config.rollout.group_size < 2:
         raise ValueError(
             f"rollout.group_size: got {config.rollout.group_size} with objective.advantage "
             f"{config.objective.advantage!r}; must be at least 2 because an advantage is a reward above its group's "
-            "mean, which is 0 for a rollout alone: nothing would be learnt"
+            "mean, which is 0 for a single rollout"
         )
 
 
 def check_lengths(config: Config, task: Task) -> None:
-    """Refuse a run whose responses would be cut by the context instead of by rollout.max_tokens."""
+    """Refuse a run in which the context would truncate responses before rollout.max_tokens."""
     longest = max((len(prompt.token_ids) for prompt in task.heldout), default=0)
     room = config.rollout.engine.max_model_len
     if longest + config.rollout.max_tokens > room:
@@ -231,7 +240,7 @@ def check_lengths(config: Config, task: Task) -> None:
 
 
 def new_directory(config: Config) -> Path:
-    """A directory of this run's own; an existing one is never written into."""
+    """Create the run's directory, with a number if the name exists."""
     for number in range(1, 10_000):
         name = config.run.name if number == 1 else f"{config.run.name}-{number}"
         directory = config.run.directory / name
@@ -245,6 +254,4 @@ def new_directory(config: Config) -> Path:
                 "must be a directory that you can write to: set run.directory=PATH"
             ) from None
         return directory
-    raise ValueError(
-        f"run.name: got {config.run.name!r}; every numbered variant of it exists in {config.run.directory}"
-    )
+    raise ValueError(f"run.name: got {config.run.name!r}; all its numbered variants exist in {config.run.directory}")

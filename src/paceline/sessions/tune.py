@@ -44,12 +44,12 @@ _STEPS = 14
 _LEARNED = {"eagle3": EagleDrafter, "dflash": ParallelDrafter}
 
 
-def speculation_with(drafter: str, model: str, config: Config, context: Context) -> SpeculationConfig:
-    """Return the config's speculation with this drafter: `ngram`, a directory, or a workload's name."""
+def speculation_with(drafter: str, config: Config, context: Context) -> SpeculationConfig:
+    """Return the config's speculation with this drafter: `ngram`, or a path as in the config."""
     wanted = config.speculation or SpeculationConfig(drafter=NgramDrafter(), max_draft_length=max(LENGTHS))
     if drafter == "ngram":
         return wanted.model_copy(update={"drafter": NgramDrafter()})
-    path = resolve_drafter(drafter, model, context)
+    path = resolve_drafter(drafter, context)
     learned = _LEARNED[drafter_kind(path, key="--drafter")]
     return wanted.model_copy(update={"drafter": learned(path=str(path.resolve()))})
 
