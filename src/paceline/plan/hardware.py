@@ -73,7 +73,7 @@ class ModelShape:
     cached_layers: int | None = None
     """Layers with a KV cache that grows with the context; the others have a fixed state or window. None means all."""
     expert_bytes: float | None = None
-    """Bytes of one expert weight in a quantised checkpoint. None follows the precision of the run."""
+    """Bytes of one expert weight in a quantized checkpoint. None follows the precision of the run."""
 
     @property
     def attention_params(self) -> float:

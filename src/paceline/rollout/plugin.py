@@ -23,7 +23,7 @@ _said: set[str] = set()
 
 
 def register() -> None:
-    """Initialise AMX, register the weight-transfer backend, and fill in engine arguments if PACELINE is set. Without
+    """Initialize AMX, register the weight-transfer backend, and fill in engine arguments if PACELINE is set. Without
     the variable, engines that do not name the backend are unaffected."""
     _run("paceline", _initialise_amx, _register_backend, _watch_arguments)
 

@@ -158,7 +158,7 @@ def applied(worker: Worker) -> Mapping[Target, PushReport]:
 
 
 def held_fp8(worker: Worker) -> dict[str, str]:
-    """Return current fingerprints of the policy's quantised layers and KV scales, from the memory of its kernels."""
+    """Return current fingerprints of the policy's quantized layers and KV scales, from the memory of its kernels."""
     return _held_fp8(worker.get_model())
 
 

@@ -22,7 +22,7 @@ from paceline.config import (
 from paceline.selector.graphs import CapturePlan, GraphMemory, length_table, plan_capture
 
 FP8_WEIGHTS = "fp8_per_block"
-"""vLLM's name of the quantisation in `fp8.quantise_blocks`."""
+"""vLLM's name of the quantization in `fp8.quantise_blocks`."""
 SCHEDULER = "paceline.rollout.scheduler.AdaptiveScheduler"
 KEEP_LAST_BLOCK = "disable_eagle_block_drop"
 """vLLM's setting, since 0.30, to reuse the last block of a cached prefix with a learned drafter. By default vLLM

@@ -60,7 +60,7 @@ class WorkerExtension:
         return {target: report.to_dict() for target, report in receiver.applied(cast("Worker", self)).items()}
 
     def held_fp8(self) -> dict[str, str]:
-        """Return current fingerprints of the policy's quantised layers and KV scales, from the memory of its
+        """Return current fingerprints of the policy's quantized layers and KV scales, from the memory of its
         kernels."""
         return receiver.held_fp8(cast("Worker", self))
 

@@ -5,7 +5,7 @@ Relied upon:
   vllm/model_executor/layers/linear.py                    LinearBase.quant_method
   CPU kernels of vllm/_C                                  order of codes in AMX tiles
 
-Goes when vLLM's worker has a method `weight_fingerprints`.
+Goes when vLLM's `compute_weight_checksums` (0.32) hashes codes and scales without the kernel's packing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def quantised_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield names and modules of the layers quantised at load."""
+    """Yield names and modules of the layers quantized at load."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod
 

@@ -2,7 +2,7 @@
 
 vLLM is asked for the device because it may be built for another platform than torch. Some engine settings differ on
 CPUs. A narrow BF16 model dies of an illegal instruction when its first forward pass has fewer than 8 tokens, unless AMX
-was initialised in that process; this is harmless elsewhere.
+was initialized in that process; this is harmless elsewhere.
 
 Relied upon:
   vllm/platforms/__init__.py    current_platform, which vLLM's plugins use too
@@ -10,7 +10,7 @@ Relied upon:
                                 kernels
 
 Goes when `EngineArgs` handles the limits of the CPU backend (chunked prefill of seeded requests, sleep mode), and
-`test_no_process_outlives_its_owner` passes without AMX initialisation.
+`test_no_process_outlives_its_owner` passes without AMX initialization.
 """
 
 from __future__ import annotations

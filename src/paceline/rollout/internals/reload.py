@@ -31,7 +31,7 @@ def load_weights(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tens
 
 
 def finish_loading(model: torch.nn.Module, model_config: Any) -> None:
-    """Pack and quantise the loaded weights and install them."""
+    """Pack and quantize the loaded weights and install them."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)

@@ -1,6 +1,6 @@
 """Fix vLLM's rejection sampler on CPUs, which samples from a wrong distribution.
 
-Under speculation on the CPU, vLLM 0.32 and older read per-token temperature, top_k and top_p from uninitialised memory
+Under speculation on the CPU, vLLM 0.32 and older read per-token temperature, top_k and top_p from uninitialized memory
 (vLLM issue 55005): samples at a temperature above 0 are wrong, greedy output is right. `sampler_is_sound` tests the
 faulty function; `mend_sampler` replaces it only if the test fails. vLLM 0.30 also crashes in its first verification,
 because it installs its sampler's CPU kernels in the wrong place; `install_cpu_kernels` installs them in the right one.
@@ -80,7 +80,7 @@ def needs_mending() -> bool:
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    # Only CPU replacements of Triton kernels have the fault, and the test would initialise CUDA in processes that vLLM
+    # Only CPU replacements of Triton kernels have the fault, and the test would initialize CUDA in processes that vLLM
     # forks.
     return current_platform.is_cpu() and not HAS_TRITON and not sampler_is_sound()
 
