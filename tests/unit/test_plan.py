@@ -4,6 +4,7 @@ run."""
 import ast
 import json
 import math
+import tomllib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from benchmarks.published.cells import Cell, World
 from benchmarks.published.figures import cells, split
 from benchmarks.workload import RequestSet
 from contexts import make_context
-from paceline.config import FixedSelector, MeasuredSelector
+from paceline.config import Config, FixedSelector, MeasuredSelector
 from paceline.orchestrator import loop
 from paceline.plan import run_model
 from paceline.plan.answer import HELDOUT_P90, LEVERS, answer, result, simulate_arm, step_gain, text
@@ -35,7 +36,7 @@ from paceline.plan.hardware import GPUS, SHAPES, find_gpu, find_shape, shape_of
 from paceline.plan.lengths import Lengths, lognormal, read_lengths
 from paceline.plan.page import Sweep, write_plan_page
 from paceline.plan.question import Question, best_layout, layouts, tensor_parallel
-from paceline.plan.recipe import check, question_of, recommended
+from paceline.plan.recipe import question_of, recommended
 from paceline.plan.request import Request
 from paceline.plan.run_model import Scenario, simulate
 from paceline.rollout.stepped import SteppedBatch
@@ -341,7 +342,7 @@ def test_lengths_are_read_from_every_kind_of_file(tmp_path):
 
 def test_an_answer_can_be_run_and_says_how_sure_it_is():
     found = answer(question(), context=make_context())
-    config = check(recommended(found))
+    config = Config.model_validate(tomllib.loads(recommended(found)))
     arm = found.arms["asynchrony" if config.run.max_age else "plain"]
     assert config.rollout.num_engines * config.rollout.engine.tensor_parallel_size + config.learner.world_size <= 8
     assert (config.rollout.num_engines, config.learner.world_size) == (arm.layout.num_engines, arm.layout.learner_gpus)
@@ -360,7 +361,7 @@ def test_a_warning_comes_where_drafts_do_not_pay():
     asked = question(gpu=GPUS["H20"], num_rollouts=2048, lengths=equal(1024), learner_gpus=4)
     found = answer(asked, context=make_context(), sensitive=False)
     assert any("will not pay" in line for line in found.warnings)
-    assert check(recommended(found)).speculation is None
+    assert Config.model_validate(tomllib.loads(recommended(found))).speculation is None
 
 
 def test_old_gpus_have_no_fp8_arm():

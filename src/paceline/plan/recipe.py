@@ -130,11 +130,7 @@ def _speculation(found: Answer) -> list[str]:
     return lines
 
 
-def check(toml: str) -> Config:
-    return Config.model_validate(tomllib.loads(toml))
-
-
 def write(found: Answer, path: Path) -> None:
     toml = recommended(found)
-    check(toml)
+    Config.model_validate(tomllib.loads(toml))
     path.write_text(toml, encoding="utf-8")
