@@ -19,9 +19,8 @@ from pathlib import Path
 from paceline.certify.lossless import FALSE_POSITIVE_RATE, two_sample
 from paceline.config import EagleDrafter, EngineConfig, MeasuredSelector, SpeculationConfig, load_config
 from paceline.context import Context
-from paceline.demo.batch import DemoTimeline, long_tailed_batch, play, said
+from paceline.demo.batch import DemoTimeline, long_tailed_batch, play, said, shown
 from paceline.demo.page import write_demo_page
-from paceline.demo.show import shown
 from paceline.devices import fast_precision
 from paceline.measure import Result, environment
 from paceline.report.summary import summary
