@@ -53,7 +53,7 @@ class RequestSet:
         return past_end_share(batch.token_ids, self.end_ids)
 
 
-def asked_for(overrides: Sequence[str], model: str, *, bench: str = "rollout") -> SpeculationConfig:
+def asked_for(overrides: Sequence[str], model: str = "arena:large", *, bench: str = "rollout") -> SpeculationConfig:
     """Return the overrides on top of the arena's DFlash drafter, the fastest one without training."""
     for override in overrides:
         if not override.startswith(_SETTINGS):

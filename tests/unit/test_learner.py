@@ -405,7 +405,7 @@ CORRECTIONS = ("none", "token-tis", "sequence-tis", "token-mis", "sequence-mis",
 def test_gradients_of_the_scoring_pass_make_the_same_policy_as_a_second_pass(make: Make, kind: str, dtype: str) -> None:
     """Else the run would learn otherwise, and a learner that is made again from its updates would be another."""
     correction = CorrectionConfig.model_validate({"kind": kind})
-    config = LearnerConfig.model_validate({"microbatch_tokens": 70, "learning_rate": 1e-3, "dtype": dtype})
+    config = one_rank(microbatch_tokens=70, learning_rate=1e-3, dtype=dtype)
     samples = near_policy(make(config=config), make_samples(9))
     results = []
     for ahead in (correction, None):

@@ -139,8 +139,8 @@ def test_drafter_and_draft_length_can_be_set_and_nothing_else() -> None:
     assert asked_for(("speculation.drafter.kind=eagle3",), bench="hosts").drafter.kind == "eagle3"
     other = asked_for(("speculation.drafter.kind=dflash", "speculation.max_draft_length=10"))
     assert (other.drafter.kind, other.max_draft_length) == ("dflash", 10)
-    with pytest.raises(ValueError, match=r"bench rollout: got 'speculation.selector.explore=0.1'; must begin with"):
-        asked_for(("speculation.selector.explore=0.1",))
+    with pytest.raises(ValueError, match=r"bench rollout: got 'speculation.selector.kind=simple'; must begin with"):
+        asked_for(("speculation.selector.kind=simple",))
 
 
 @pytest.fixture
