@@ -101,7 +101,7 @@ def test_training_prompt_without_room_for_its_response_is_named_by_its_line(tmp_
     rows = [{"prompt": "x" * length} for length in (3, 10, 11, 20, 2, 2)]
     data = write_task(tmp_path, "def reward(prompt, completion): return 1.0", rows)
     with pytest.raises(
-        ValueError, match=r"^data\.path: .*rows\.jsonl, line 3: .* 11 tokens.*at most 10,.*longest has 20"
+        ValueError, match=r"^data\.path: .*rows\.jsonl, line 3: .* 11 tokens.*at most 10 .*longest has 20"
     ):
         load_task(data, Letters(), seed=0, num_heldout=1, max_prompt_tokens=10)
     load_task(data, Letters(), seed=0, num_heldout=1, max_prompt_tokens=20)
@@ -113,7 +113,7 @@ def test_room_for_prompts_is_what_responses_leave(tmp_path):
     config = Config.model_validate(
         {"policy": {"model": "arena:small"}, "data": data.model_dump(), "rollout": sizes, "eval": {"num_prompts": 1}}
     )
-    with pytest.raises(ValueError, match=r"at most 10, which is what .*max_model_len leaves"):
+    with pytest.raises(ValueError, match=r"at most 10 .*max_model_len"):
         make_task(config, Letters())
 
 
