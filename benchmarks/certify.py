@@ -1,28 +1,100 @@
-"""`paceline certify` without a GPU, but on vLLM's V2 model runner, which GPUs use.
+"""`paceline certify` with a planted fault, or on vLLM's V2 model runner without a GPU.
 
-Triton's interpreter runs V2's kernels on the CPU (v2_runner.py): up to 20 minutes with arena:tiny and the arena's
-EAGLE-3 drafter, which are the default. `--plant` then plants its fault inside the running engine too.
+`--plant FAULT` must give NOT LOSSLESS. `--runner v2` runs the V2 model runner, which GPUs use, on the CPU: Triton's
+interpreter executes its kernels (v2_runner.py). This takes up to 20 minutes with arena:tiny and the arena's EAGLE-3
+drafter, which are then the default, and plants sampler faults inside the running engine too.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from benchmarks.v2_runner import v2_runner
-from paceline.cli.certify import certify_lossless
+from paceline.cli.certify import LOSSLESS, certify_lossless
+from paceline.cli.parser import option
 from paceline.context import Context
 
 if TYPE_CHECKING:
-    from paceline.certify.faults import SamplerFault
+    from paceline.certify.subject import Effort, Fault
+
+_INTERPRETED = ("rollout.engine.max_num_seqs=32", "rollout.engine.deadline_s=1200")
+"""A small batch, because an interpreter runs nothing in parallel, and a deadline for a busy machine."""
 
 
 def run(options: argparse.Namespace, context: Context) -> int:
+    if options.runner is None:
+        return certify_lossless(options, context, fault=_fault(options.plant, in_engine=False))
+    if not options.subject:
+        options.subject = ["arena:tiny"]
+        options.drafter = options.drafter or "eagle3"
+    options.subject = [*_INTERPRETED, *options.subject]
     with v2_runner(os.environ, async_scheduling=True):
-        from benchmarks.planted.v2_sampler import V2SamplerFault
-        from paceline.certify.faults import SAMPLER_FAULTS
+        fault = _fault(options.plant, in_engine=True)
+        return certify_lossless(options, context, fault=fault, effort=interpreted(quick=options.quick))
 
-        sampler_fault = options.plant if options.plant in SAMPLER_FAULTS else None
-        fault = None if sampler_fault is None else V2SamplerFault(cast("SamplerFault", sampler_fault))
-        return certify_lossless(options, context, interpreted=True, engine_fault=fault)
+
+def interpreted(*, quick: bool = False) -> Effort:
+    """Return the effort for interpreted kernels, where the verification of a row takes 0.1 to 0.3 s."""
+    from paceline.certify.subject import Effort
+
+    effort = Effort(
+        sampler_rows=680,
+        kinds=("one-hot", "adversarial"),
+        lengths=(2,),
+        vocabulary=6,
+        num_prompts=4,
+        samples_per_prompt=64,
+        tokens=8,
+        long_rollouts=16,
+        long_tokens=16,
+        max_seconds=1200.0,
+    )
+    if not quick:
+        return effort
+    return replace(effort, sampler_rows=150, num_prompts=2, samples_per_prompt=16, long_rollouts=3, conclusive=False)
+
+
+def _fault(name: str | None, *, in_engine: bool) -> Fault | None:
+    from benchmarks.planted.sampler import SAMPLER_FAULTS, plant
+    from benchmarks.planted.v2_sampler import V2SamplerFault
+    from paceline.certify.subject import Fault
+
+    if name is None:
+        return None
+    faults: Mapping[str, Fault] = {
+        "logp-shift": Fault(name="logp-shift", about="log-probabilities are shifted by one token", shifts_logp=True)
+    } | {
+        fault: Fault(
+            name=fault,
+            about=about + ("; in the running engine too, where it is larger" if in_engine else ""),
+            sampler=partial(plant, fault=fault),
+            engine=V2SamplerFault(fault) if in_engine else None,
+        )
+        for fault, about in SAMPLER_FAULTS.items()
+    }
+    if name not in faults:
+        raise ValueError(f"--plant: got {name!r}; must be one of {', '.join(faults)}")
+    return faults[name]
+
+
+CERTIFY = replace(
+    LOSSLESS,
+    words="certify",
+    help="paceline certify with a planted fault, or on vLLM's V2 model runner without a GPU (up to 20 minutes)",
+    details="",
+    examples="""
+        python -m benchmarks certify --plant residual      must be NOT LOSSLESS
+        python -m benchmarks certify --runner v2 --json certify-v2.json
+        """,
+    options=(
+        *LOSSLESS.options,
+        option("--plant", metavar="FAULT", help="residual, temperature, stale, accept or logp-shift"),
+        option("--runner", choices=("v2",), help="V2's kernels, interpreted on the CPU"),
+    ),
+    run=run,
+)

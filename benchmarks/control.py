@@ -7,13 +7,14 @@ alone. It includes the simulated ends, so the figure is an upper bound. Arms are
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.harness import Record
 from benchmarks.simulated import SimulatedEngine, SimulatedSender, long_tailed_lengths
 from paceline.config import Config, load_config
 from paceline.context import Context
-from paceline.measure import CpuTimes, Result, environment, middle, paired
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
@@ -21,49 +22,35 @@ from paceline.orchestrator.recovery import Recovery
 from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 
 ENGINES = (16, 128, 1024)
+_REPETITIONS = 3
+_SETTINGS = (
+    "policy.model=simulated",
+    "run.steps=7",
+    "rollout.group_size=16",
+    "rollout.prompts_per_step=1024",
+    "eval.every=0",
+)
 
 
-def run(*, context: Context, num_rollouts: int = 100_000, repetitions: int = 3) -> Result:
-    """Microseconds of wall time per rollout by number of engines."""
-    group_size, prompts_per_step = 16, 1024
-    steps = -(-num_rollouts // (group_size * prompts_per_step))
-    config = load_config(
-        None,
-        [
-            "policy.model=simulated",
-            f"run.steps={steps}",
-            f"rollout.group_size={group_size}",
-            f"rollout.prompts_per_step={prompts_per_step}",
-            "eval.every=0",
-        ],
-    )
-    before = CpuTimes.now()
+def run(overrides: Sequence[str], context: Context) -> Record:
+    """Measure microseconds of wall time per rollout by number of engines."""
+    del overrides
+    config = load_config(None, _SETTINGS)
     costs: dict[int, list[float]] = {num_engines: [] for num_engines in ENGINES}
-    for repetition in range(repetitions):
-        for num_engines in ENGINES:
-            cost = _microseconds_per_rollout(config, num_engines)
-            costs[num_engines].append(cost)
+    for repetition in range(_REPETITIONS):
+        for num_engines, found in costs.items():
+            found.append(_microseconds_per_rollout(config, num_engines))
             context.progress(
-                f"repetition {repetition + 1}/{repetitions}: {num_engines} engines, {cost:.1f} us per rollout"
+                f"repetition {repetition + 1}/{_REPETITIONS}: {num_engines} engines, {found[-1]:.1f} us per rollout"
             )
-    figures, spread = {}, {}
-    for num_engines, values in costs.items():
-        figures[f"us_per_rollout_{num_engines}"], spread[f"us_per_rollout_{num_engines}"] = middle(values)
-    growth = [large / small for large, small in zip(costs[1024], costs[16], strict=True)]
-    ratio, interval, pairs = paired({"growth_16_to_1024": growth})
-    return Result(
-        name="control",
-        figures=figures | ratio,
-        spread=spread | interval,
+    record = Record(
         goals={"us_per_rollout_1024": ("<=", 200.0), "growth_16_to_1024": ("<=", 1.5)},
-        environment=environment(config=config.model_dump(mode="json")),
-        details={
-            "rollouts": steps * group_size * prompts_per_step,
-            "repetitions": repetitions,
-            "paired": pairs,
-            "steal_share": CpuTimes.now().steal_share_since(before),
-        },
+        config=config.model_dump(mode="json"),
     )
+    for num_engines, found in costs.items():
+        record.median(f"us_per_rollout_{num_engines}", found)
+    record.ratios({"growth_16_to_1024": [b / a for a, b in zip(costs[16], costs[1024], strict=True)]})
+    return record
 
 
 def _microseconds_per_rollout(config: Config, num_engines: int) -> float:

@@ -1,325 +1,347 @@
-"""`python -m benchmarks fp8`: is FP8 exact while the policy moves, and what do calibration and checks cost?
+"""FP8 against BF16 in a rollout phase: speed, KV capacity, mismatch to the learner, and KV scales.
 
-    updates   arena:large is trained for some steps; after each, every quantised tensor and scale that both engines hold
-              is read from their memory and compared with the reference. Then faults are planted, which must be found.
-    scales    arena:small with keys times 256 and queries over 256: the same function, but keys that a scale of 1 cannot
-              hold. k3 with scales of 1, with scales calibrated on the batch before (as a run does), and with an
-              oracle's, which come from every token of the measured rollouts
-    overhead  calibration, the reference's quantisation and its fingerprints at sender and engine, over the whole of a
-              step of arena:small with 128 rollouts
+    bf16      the engine as it is
+    weights   FP8 weights
+    kv        FP8 KV cache
+    both      both
 
-Rewards are made up: here the policy only has to move.
+speed      arena:large in every arm, by batch size and draft length. Arms take turns on the same requests; a cell's time
+           is the median step of a visit. Tokens per second are the accepted length, pooled over an arm's batches, over
+           the step time.
+               fp8_plain_speedup   both over bf16 without drafts, where memory binds: a BF16 step of as many tokens
+                                   takes at most 1.5 times one of a single token
+               fp8_spec_speedup    both over bf16, each at its best draft length, where memory binds
+               kv_capacity_ratio   tokens in the same KV memory, kv over bf16
+mismatch   k3 of arena:small's rollouts to the learner, by arm, without and with speculation (k3_ARM, k3_ARM_spec)
+scales     arena:small with keys times 256 and queries over 256: the same function, but a scale of 1 cannot hold the
+           keys. k3 with scales calibrated on the batch before (as in a run), over k3 with
+               k3_recalibrated_over_unit     scales of 1
+               k3_recalibrated_over_oracle   scales of every measured token
+
+`tests/engine/test_fp8.py` compares the weights after each push with the reference, bit by bit, and plants faults.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
+import random
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.planted.policy import allow_faults
-from benchmarks.precision import push, sampled_k3
-from benchmarks.workload import arena_requests, one_of
-from paceline.config import EngineConfig, LearnerConfig, ObjectiveConfig
+from benchmarks.harness import Record
+from benchmarks.workload import ENGINE, MODEL, SOURCE, arena_requests, one_of
+from paceline.config import (
+    EagleDrafter,
+    EngineConfig,
+    FixedSelector,
+    LearnerConfig,
+    ObjectiveConfig,
+    SpeculationConfig,
+)
 from paceline.context import Context
 from paceline.fp8 import KvScales
 from paceline.learner.fsdp import FsdpLearner
-from paceline.measure import CpuTimes, Goal, Result, environment, paired
-from paceline.orchestrator.generate import generate_all, generate_on_all
+from paceline.learner.objective import mismatch
+from paceline.measure import Goal
+from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
-from paceline.sessions.workloads import resolve_policy
-from paceline.types import PacelineError, RolloutRequest, Sample
-from paceline.weights.fingerprint import mismatched
-from paceline.weights.message import Push
+from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine
+from paceline.sessions.workloads import resolve_drafter, resolve_policy
+from paceline.types import Rollout, RolloutRequest, Sample
 from paceline.weights.shared_memory import ShmSender
 
+ARMS: Mapping[str, dict[str, str]] = {
+    "bf16": {},
+    "weights": {"weights": "fp8"},
+    "kv": {"kv_cache": "fp8"},
+    "both": {"weights": "fp8", "kv_cache": "fp8"},
+}
+DRAFTING_ARMS = ("bf16", "both")
+BATCHES = (1, 2, 4, 8, 16, 32)
+DRAFT_LENGTHS = (3, 5)
+_PASSES = 3
+_STEPS = {0: 12, 3: 8, 5: 8}
+"""Steps of a visit by draft length, if every draft is accepted whole."""
+_MEMORY_BOUND = 1.5
+CONFIG = ENGINE.model_copy(update={"max_num_seqs": max(BATCHES), "kv_cache_gb": 1.5})
+SAMPLING = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=0.5)
 KEYS_TIMES = 256.0
-"""Factor on keys: a power of two, so that not a bit of the policy's function is lost."""
+"""Factor on keys: a power of two, so that the policy's function keeps every bit."""
 _PROMPTS, _TRAINED_ON = 1024, 256
-CONFIG = EngineConfig(
-    max_model_len=768, max_num_seqs=32, kv_cache_gb=0.5, weights="fp8", kv_cache="fp8", deadline_s=600
-)
-_SECONDS = ("step_s", "calibrate_s", "reference_s", "held_s")
+_ROUNDS = 3
 GOALS: dict[str, Goal] = {
-    "fp8_tensors_wrong": ("<=", 0.0),
-    "faults_found": (">=", 4.0),
+    "fp8_spec_speedup": (">=", 1.2),
+    "kv_capacity_ratio": (">=", 1.9),
     "k3_recalibrated_over_unit": ("<=", 0.5),
     "k3_recalibrated_over_oracle": ("<=", 1.1),
-    "overhead_share": ("<=", 0.03),
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Step:
-    """Seconds of one RL step and of what FP8 adds to it, and how many tensors were wrong after it."""
-
-    step_s: float
-    calibrate_s: float
-    reference_s: float
-    """Seconds of quantising and fingerprinting at the sender."""
-    held_s: float
-    """Seconds of fingerprinting what the slower engine holds."""
-    num_wrong: int
-    num_checked: int
-    num_changed: int
-    """Tensors of the reference that the update changed: where none changes, equality says nothing."""
-
-    @property
-    def overhead(self) -> float:
-        return (self.calibrate_s + self.reference_s + self.held_s) / self.step_s
+@dataclass(frozen=True, slots=True)
+class Cell:
+    batch: int
+    k: int
+    """0 without a drafter."""
 
 
-def run(
-    *,
-    context: Context,
-    model: str = "arena:large",
-    trained: str = "arena:small",
-    updates: int = 20,
-    seed: int = 0,
-) -> Result:
-    before = CpuTimes.now()
-    path = resolve_policy(model, context)
-    small = resolve_policy(trained, context)
-    k3 = asyncio.run(_scales(small, seed, context))
-    steps, faults = asyncio.run(_updates(path, _short(_requests(path, 4, seed), 32), updates, updates, seed, context))
-    whole, _ = asyncio.run(_updates(small, _requests(small, 128, seed), 4, 2, seed, context))
-    ratios, spread, pairs = paired(
+@dataclass(slots=True)
+class Timings:
+    """Median step of each of an arm's visits to a cell, and its draft counts by draft length."""
+
+    step_s: dict[Cell, list[float]] = field(default_factory=lambda: defaultdict(list))
+    emitted: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    rows: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """Requests over all steps: each emits its accepted length."""
+    capacity: int = 0
+
+    def accepted_length(self, k: int) -> float:
+        return self.emitted[k] / self.rows[k] if k else 1.0
+
+    def rates(self, cell: Cell) -> list[float]:
+        """Return tokens per second, visit by visit."""
+        return [cell.batch * self.accepted_length(cell.k) / seconds for seconds in self.step_s[cell]]
+
+
+def run(overrides: Sequence[str], context: Context) -> Record:
+    del overrides
+    timings = {arm: Timings() for arm in ARMS}
+    drafter = resolve_drafter(f"{MODEL}/eagle3", context)
+    _time(timings, None, context)
+    _time(timings, _speculation(drafter), context)
+    small = resolve_policy(SOURCE, context)
+    record = Record(goals=GOALS, config={"model": MODEL, "trained": SOURCE, "engine": CONFIG.model_dump(mode="json")})
+    compare_speed(record, timings)
+    asyncio.run(_mismatches(record, small, resolve_drafter(f"{SOURCE}/eagle3", context), context))
+    k3 = asyncio.run(_scales(small, context))
+    record.ratios(
         {
-            "k3_recalibrated_over_unit": [r / u for r, u in zip(k3["recalibrated"], k3["unit"], strict=True)],
-            "k3_recalibrated_over_oracle": [r / o for r, o in zip(k3["recalibrated"], k3["oracle"], strict=True)],
-            "overhead_share": [step.overhead for step in whole[1:]],
+            f"k3_recalibrated_over_{kind}": [a / b for a, b in zip(k3["recalibrated"], k3[kind], strict=True)]
+            for kind in ("unit", "oracle")
         }
     )
-    figures = {"fp8_tensors_wrong": float(sum(s.num_wrong for s in steps)), "faults_found": float(sum(faults.values()))}
-    figures |= ratios
-    # Pooled: a few tokens with a large gap carry much of k3, and differ from draw to draw.
-    figures["k3_recalibrated_over_oracle"] = sum(k3["recalibrated"]) / sum(k3["oracle"])
-    return Result(
-        name="fp8",
-        figures=figures,
-        spread=dict.fromkeys(figures, 0.0) | spread,
-        goals=GOALS,
-        environment=environment(
-            seeds=[seed], config={"model": model, "trained": trained, "engine": CONFIG.model_dump()}
-        ),
-        details={
-            "updates": updates,
-            "tensors_checked": [step.num_checked for step in steps],
-            "tensors_changed": [step.num_changed for step in steps],
-            "faults": faults,
-            "k3": k3,
-            "paired": pairs,
-            "seconds": {
-                which: {name: median(getattr(step, name) for step in timed) for name in _SECONDS}
-                for which, timed in ((model, steps[-1:]), (trained, whole[1:]))
-            },
-            "steal_share": CpuTimes.now().steal_share_since(before),
-        },
+    # Pooled: a few tokens with a large gap dominate k3, and differ from draw to draw.
+    record.figures["k3_recalibrated_over_oracle"] = sum(k3["recalibrated"]) / sum(k3["oracle"])
+    record.details["k3"] = k3
+    return record
+
+
+def _speculation(drafter: Path) -> SpeculationConfig:
+    longest = max(DRAFT_LENGTHS)
+    return SpeculationConfig(
+        drafter=EagleDrafter(path=str(drafter)),
+        max_draft_length=longest,
+        selector=FixedSelector(draft_length=longest),
     )
 
 
-# Weights after every update.
+# Speed and capacity.
 
 
-async def _updates(
-    path: Path, requests: Sequence[RolloutRequest], updates: int, timed_from: int, seed: int, context: Context
-) -> tuple[list[Fp8Step], dict[str, bool]]:
-    """Run steps of the same requests on both engines, each on a core of its own. From step `timed_from` on, what FP8
-    adds is timed, which takes two more stagings. Learner and engines would share one GPU."""
-    cores = sorted(os.sched_getaffinity(0))
-    config = LearnerConfig(world_size=1, dtype="float32", learning_rate=5e-5, microbatch_tokens=1024)
-    learner = FsdpLearner(path, config, ObjectiveConfig(), temperature=1.0, seed=seed)
+def _time(timings: Mapping[str, Timings], speculation: SpeculationConfig | None, context: Context) -> None:
+    model_path, cpus = resolve_policy(MODEL, context), sorted(os.sched_getaffinity(0))
+    arms = list(ARMS) if speculation is None else list(DRAFTING_ARMS)
+    lengths = (0,) if speculation is None else DRAFT_LENGTHS
+    prompts = arena_requests(model_path, num_prompts=max(BATCHES), group_size=1, max_tokens=1, seed=0)
+    cells = [Cell(batch, k) for batch in BATCHES for k in lengths]
+    engines: dict[str, SteppedEngine] = {}
+    with ExitStack() as stack:
+        for arm in arms:  # one after another, because compiling uses every core
+            context.progress(f"starting {arm}{'' if speculation is None else ' with speculation'}")
+            config = one_of(CONFIG.model_copy(update=ARMS[arm]), len(arms))
+            engines[arm] = SteppedEngine(model_path, config, seed=0, cpus=cpus, speculation=speculation)
+            stack.callback(engines[arm].close)
+            capacity = engines[arm].wait()
+            if speculation is None:  # a drafter has a part of the cache
+                timings[arm].capacity = capacity
+        for number in range(_PASSES + 1):  # the first fills prefix caches and is not measured
+            rng = random.Random(number)  # noqa: S311
+            for cell in rng.sample(cells, len(cells)):
+                for arm in rng.sample(arms, len(arms)):
+                    batch = engines[arm].run(_order(cell, prompts))
+                    if number:
+                        _note(timings[arm], cell, batch)
+            context.progress(f"pass {number} of {_PASSES} over {len(cells)} cells")
+
+
+def _order(cell: Cell, prompts: Sequence[RolloutRequest]) -> Order:
+    # As many tokens as the steps can emit, so that no request leaves the batch early.
+    requests = [replace(prompt, max_tokens=_STEPS[cell.k] * (cell.k + 1)) for prompt in prompts[: cell.batch]]
+    selector = FixedSelector(draft_length=cell.k) if cell.k else None
+    return Order(requests=requests, selector=selector, name=f"k={cell.k}", to_the_end=True)
+
+
+def _note(timings: Timings, cell: Cell, batch: SteppedBatch) -> None:
+    if not cell.k:
+        timings.step_s[cell].append(median(seconds for active, seconds in batch.step_s[1:] if active == cell.batch))
+        return
+    steps = [step for step in batch.steps[1:] if step.verified == cell.k and step.num_requests == cell.batch]
+    timings.step_s[cell].append(median(step.seconds for step in steps))
+    timings.emitted[cell.k] += sum(step.num_emitted for step in steps)
+    timings.rows[cell.k] += sum(step.num_requests for step in steps)
+
+
+def compare_speed(record: Record, timings: Mapping[str, Timings]) -> None:
+    bf16, both = timings["bf16"], timings["both"]
+
+    def memory_binds(batch: int, k: int) -> bool:
+        """Return whether a plain BF16 step of as many tokens is bound by memory."""
+        as_many = Cell(batch * (k + 1), 0)
+        alone_s = median(bf16.step_s[Cell(1, 0)])
+        return batch == 1 or (as_many in bf16.step_s and median(bf16.step_s[as_many]) <= _MEMORY_BOUND * alone_s)
+
+    def best(found: Timings, batch: int) -> list[float]:
+        return max((found.rates(Cell(batch, k)) for k in DRAFT_LENGTHS), key=median)
+
+    def ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
+        return median(a / b for a, b in zip(mine, theirs, strict=True))
+
+    drafted = [batch for batch in BATCHES if memory_binds(batch, min(DRAFT_LENGTHS))]
+    plain = [Cell(batch, 0) for batch in BATCHES if memory_binds(batch, 0)]
+    record.ratios(
+        {
+            "fp8_spec_speedup": [ratio(best(both, batch), best(bf16, batch)) for batch in drafted],
+            "fp8_plain_speedup": [ratio(both.rates(cell), bf16.rates(cell)) for cell in plain],
+        }
+    )
+    record.add("kv_capacity_ratio", timings["kv"].capacity / bf16.capacity)
+    record.details |= {
+        "tokens_per_s": _table(timings, lambda arm, cell: median(timings[arm].rates(cell))),
+        "over_bf16": _table(timings, lambda arm, cell: ratio(timings[arm].rates(cell), bf16.rates(cell))),
+        "accepted_length": {arm: {k: timings[arm].accepted_length(k) for k in DRAFT_LENGTHS} for arm in DRAFTING_ARMS},
+        "kv_tokens": {arm: found.capacity for arm, found in timings.items()},
+        "memory_bound": drafted,
+    }
+
+
+def _table(timings: Mapping[str, Timings], value: Callable[[str, Cell], float]) -> dict[str, dict[str, float]]:
+    """Return values by cell, then by arm."""
+    return {
+        f"batch {cell.batch} k {cell.k}": {
+            arm: value(arm, cell) for arm, found in timings.items() if cell in found.step_s
+        }
+        for cell in sorted(timings["bf16"].step_s, key=lambda cell: (cell.k, cell.batch))
+    }
+
+
+# Mismatch.
+
+
+@dataclass(frozen=True, slots=True)
+class _Trainer:
+    """A learner that pushes its policy to engines of one process."""
+
+    learner: FsdpLearner
+    sender: ShmSender
+
+    async def push(self, engine: VllmEngine, version: int, scales: KvScales | None = None) -> None:
+        """Push the policy with the learner's KV scales, or with others."""
+        staged = self.sender.stage(
+            version,
+            self.learner.weights(torch.bfloat16),
+            quantised=engine.config.weights == "fp8",
+            kv_scales=(scales or self.learner.kv_scales) if engine.config.kv_cache == "fp8" else None,
+        )
+        receipt = await engine.receive(staged)
+        if not receipt.ok:
+            raise RuntimeError(f"{receipt.engine} did not take version {version}: {receipt.error}")
+
+    def k3(self, rollouts: Sequence[Rollout]) -> float:
+        """Estimate KL(engine || learner) on the engine's samples."""
+        scores = self.learner.score([Sample.of(rollout, 0.0) for rollout in rollouts]).logp
+        gap = mismatch(np.concatenate([rollout.logp for rollout in rollouts]), np.concatenate(scores))
+        return gap.k3_sum / gap.count
+
+
+def _trainer(stack: ExitStack, path: Path) -> _Trainer:
+    config = LearnerConfig(world_size=1, dtype="float32", learning_rate=2e-5, microbatch_tokens=4096)
+    learner = FsdpLearner(path, config, ObjectiveConfig(), temperature=1.0, seed=0)
+    stack.callback(learner.close)
     sender = ShmSender()
-    engines: list[VllmEngine] = []
+    stack.callback(sender.close)
+    return _Trainer(learner, sender)
+
+
+@asynccontextmanager
+async def _engine(
+    path: Path, config: EngineConfig, speculation: SpeculationConfig | None = None
+) -> AsyncIterator[VllmEngine]:
+    cpus = sorted(os.sched_getaffinity(0))
+    engine = await VllmEngine.start("fp8", path, config, seed=0, cpus=cpus, speculation=speculation)
     try:
-        for index in range(2):
-            context.progress(f"starting engine {index + 1} of 2 on {path.name}")
-            cpus = [cores[index % len(cores)]]
-            engine = await VllmEngine.start(
-                f"engine-{index}", path, one_of(CONFIG, 3), seed=seed + index, cpus=cpus, adjust=allow_faults
-            )
-            engines.append(engine)
-        bench = _Fp8Bench(learner, sender, engines)
-        steps = []
-        for version in range(1, updates + 1):
-            steps.append(await bench.step(version, requests, timed=version >= timed_from))
-            context.progress(
-                f"update {version} of {updates}: {steps[-1].num_wrong} of {steps[-1].num_checked} tensors wrong"
-            )
-        return steps, await bench.faults(updates + 1)
+        yield engine
     finally:
-        sender.close()
-        learner.close()
-        await asyncio.gather(*(engine.close() for engine in engines))
+        await engine.close()
 
 
-def _requests(path: Path, num: int, seed: int) -> list[RolloutRequest]:
-    return arena_requests(path, num_prompts=num, group_size=1, max_tokens=640, seed=seed)
-
-
-def _short(requests: Sequence[RolloutRequest], max_tokens: int) -> list[RolloutRequest]:
-    return [replace(request, max_tokens=max_tokens) for request in requests]
-
-
-class _Fp8Bench:
-    def __init__(self, learner: FsdpLearner, sender: ShmSender, engines: Sequence[VllmEngine]) -> None:
-        self._learner, self._sender, self._engines = learner, sender, engines
-        self._expected: dict[str, str] = {}
-
-    def stage(self, version: int, *, quantised: bool = True) -> Push:
-        weights = self._learner.weights(torch.bfloat16)
-        return self._sender.stage(version, weights, quantised=quantised, kv_scales=self._learner.kv_scales)
-
-    async def sync(self, version: int) -> Push:
-        staged = self.stage(version)
-        receipts = await asyncio.gather(*(engine.receive(staged) for engine in self._engines))
-        for engine, receipt in zip(self._engines, receipts, strict=True):
-            if receipt.mismatched:
-                await engine.resume()  # it is counted, and the bench goes on
-            elif not receipt.ok:
-                raise PacelineError(f"{receipt.engine} did not take version {version}: {receipt.error}")
-        return staged
-
-    async def held(self) -> list[dict[str, str]]:
-        return [(await engine.rpc("held_fp8"))[0] for engine in self._engines]
-
-    async def step(self, version: int, requests: Sequence[RolloutRequest], *, timed: bool) -> Fp8Step:
-        """Run one step as a run does: rollouts, log-probabilities, update, calibration, sync."""
-        began_s = time.perf_counter()
-        rollouts = await generate_on_all(self._engines, requests)
-        samples = [Sample.of(rollout, 1.0 if rollout.group_id.number % 2 else -1.0) for rollout in rollouts]
-        await asyncio.to_thread(self._learner.score, samples)
-        await asyncio.to_thread(self._learner.apply, samples)
-        update_s = time.perf_counter()
-        await asyncio.to_thread(self._learner.calibrate, samples, version)
-        calibrated_s = time.perf_counter()
-        before, self._expected = self._expected, _fp8_part(await self.sync(version))
-        done_s = time.perf_counter()
-        expected = self._expected
-        held = await self.held()
-        wrong = sum(len(mismatched(expected, found)) for found in held)
-        return Fp8Step(
-            step_s=done_s - began_s,
-            calibrate_s=calibrated_s - update_s,
-            reference_s=self._reference_s(version) if timed else math.nan,
-            held_s=await self._held_s() if timed else math.nan,
-            num_wrong=wrong,
-            num_checked=len(expected) * len(held),
-            num_changed=len(mismatched(before, expected)),
-        )
-
-    async def _held_s(self) -> float:
-        """Seconds of fingerprinting, which engines do at the same time: the slower one counts."""
-
-        async def seconds(engine: VllmEngine) -> float:
-            began_s = time.perf_counter()
-            await engine.rpc("held_fp8")
-            return time.perf_counter() - began_s
-
-        return max(await asyncio.gather(*(seconds(engine) for engine in self._engines)))
-
-    def _reference_s(self, version: int) -> float:
-        """Seconds that making the reference adds to staging."""
-        seconds = {}
-        for quantised in (False, True):
-            began_s = time.perf_counter()
-            self.stage(version, quantised=quantised)
-            seconds[quantised] = time.perf_counter() - began_s
-        return max(0.0, seconds[True] - seconds[False])
-
-    async def faults(self, version: int) -> dict[str, bool]:
-        """Plant faults: a flipped bit, a wrong scale and forgotten KV scales must be seen, foreign scales refused."""
-        scales = self._learner.kv_scales
-        assert scales is not None
-        found: dict[str, bool] = {}
-        expected = _fp8_part(self.stage(scales.version))
-        engine = self._engines[0]
-        for kind in ("weight", "scale", "kv_scales"):
-            await engine.rpc("plant_fault", kind)
-            (held,) = await engine.rpc("held_fp8")
-            found[kind] = bool(mismatched(expected, held))
-            await engine.receive(self.stage(scales.version))
-            (held,) = await engine.rpc("held_fp8")
-            found[kind] = found[kind] and not mismatched(expected, held)
-        receipt = await engine.receive(self.stage(version))  # the learner's scales are of the version before
-        found["stale scales"] = (
-            receipt.error is not None and receipt.error.startswith("kv_scales:") and not receipt.lost
-        )
-        return found
-
-
-def _fp8_part(push: Push) -> dict[str, str]:
-    arrived = {entry.name for entry in push.entries}
-    return {name: value for name, value in push.fingerprints.items() if name not in arrived}
+async def _mismatches(record: Record, path: Path, drafter: Path, context: Context) -> None:
+    requests = arena_requests(path, num_prompts=128, group_size=1, max_tokens=640, seed=0)
+    with ExitStack() as stack:
+        trainer = _trainer(stack, path)
+        for arm, precision in ARMS.items():
+            config = SAMPLING.model_copy(update=precision)
+            for suffix, speculation in (("", None), ("_spec", _speculation(drafter))):
+                async with _engine(path, config, speculation) as engine:
+                    await trainer.push(engine, version=0)
+                    rollouts = await generate_all(engine, requests)
+                if trainer.learner.kv_scales is None:  # the first arm's rollouts, which are BF16's
+                    trainer.learner.calibrate([Sample.of(rollout, 0.0) for rollout in rollouts], version=0)
+                record.add(f"k3_{arm}{suffix}", trainer.k3(rollouts))
+                context.progress(f"k3_{arm}{suffix}: {record.figures[f'k3_{arm}{suffix}']:.2e}")
 
 
 # KV scales.
 
 
-async def _scales(model_path: Path, seed: int, context: Context, rounds: int = 3) -> dict[str, list[float]]:
-    """k3 by kind of scales, for one update after another."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "policy"
+async def _scales(model_path: Path, context: Context) -> dict[str, list[float]]:
+    """Return k3 by kind of scales, update by update."""
+    k3: dict[str, list[float]] = {"recalibrated": [], "oracle": [], "unit": []}
+    with ExitStack() as stack:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "policy"
         scale_keys(model_path, path, KEYS_TIMES)
-        learner = FsdpLearner(
-            path,
-            LearnerConfig(world_size=1, dtype="float32", learning_rate=2e-5, microbatch_tokens=4096),
-            ObjectiveConfig(),
-            temperature=1.0,
-            seed=seed,
-        )
-        sender = ShmSender()
-        config = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=0.5, kv_cache="fp8")
-        engine = await VllmEngine.start("scales", path, config, seed=seed, cpus=sorted(os.sched_getaffinity(0)))
-        k3: dict[str, list[float]] = {"recalibrated": [], "oracle": [], "unit": []}
-        try:
-            requests = arena_requests(
-                path, num_prompts=_PROMPTS * (rounds + 1), group_size=1, max_tokens=640, seed=seed
-            )
+        trainer = _trainer(stack, path)
+        learner = trainer.learner
+        requests = arena_requests(path, num_prompts=_PROMPTS * (_ROUNDS + 1), group_size=1, max_tokens=640, seed=0)
+        async with _engine(
+            path, EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=0.5, kv_cache="fp8")
+        ) as engine:
             rollouts = await generate_all(engine, requests[:_TRAINED_ON])
-            for version in range(1, rounds + 1):
-                samples = [
-                    Sample.of(rollout, 1.0 if rollout.group_id.number % 2 else -1.0)
-                    for rollout in rollouts[:_TRAINED_ON]
-                ]
+            for version in range(1, _ROUNDS + 1):
+                # Arbitrary rewards: the policy only has to move.
+                samples = [Sample.of(one, 1.0 if one.group_id.number % 2 else -1.0) for one in rollouts[:_TRAINED_ON]]
                 learner.apply(samples)
                 learner.calibrate(samples, version)
                 fresh = requests[_PROMPTS * version : _PROMPTS * (version + 1)]
-                await push(engine, learner, sender, version)
+                await trainer.push(engine, version)
                 rollouts = await generate_all(engine, fresh)
-                k3["recalibrated"].append(sampled_k3(learner, rollouts))
+                k3["recalibrated"].append(trainer.k3(rollouts))
                 recalibrated = learner.kv_scales
                 assert recalibrated is not None
                 learner.calibrate([Sample.of(rollout, 0.0) for rollout in rollouts], version, share=1.0)
-                await push(engine, learner, sender, version)
-                k3["oracle"].append(sampled_k3(learner, await generate_all(engine, fresh)))
+                await trainer.push(engine, version)
+                k3["oracle"].append(trainer.k3(await generate_all(engine, fresh)))
                 ones = (1.0,) * len(recalibrated.k)
-                await push(engine, learner, sender, version, KvScales(version=version, q=ones, k=ones, v=ones))
-                k3["unit"].append(sampled_k3(learner, await generate_all(engine, fresh[:_TRAINED_ON])))
+                await trainer.push(engine, version, KvScales(version=version, q=ones, k=ones, v=ones))
+                k3["unit"].append(trainer.k3(await generate_all(engine, fresh[:_TRAINED_ON])))
                 learner.kv_scales = recalibrated
                 context.progress("k3: " + ", ".join(f"{kind} {values[-1]:.2e}" for kind, values in k3.items()))
-        finally:
-            sender.close()
-            learner.close()
-            await engine.close()
     return k3
 
 
 def scale_keys(source: Path, target: Path, factor: float) -> None:
     """Write a checkpoint with the same function: key norms times `factor`, query norms over it."""
     target.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix == ".json":
-            (target / file.name).write_bytes(file.read_bytes())
+    for file in source.glob("*.json"):
+        (target / file.name).write_bytes(file.read_bytes())
     weights = {name: x for file in sorted(source.glob("*.safetensors")) for name, x in load_file(file).items()}
     for name, weight in weights.items():
         if name.endswith("k_norm.weight"):

@@ -1,30 +1,80 @@
-"""By how much does RL on the arena raise held-out accuracy, for several seeds?"""
+"""Held-out accuracy by RL on the arena: by itself, with FP8 rollouts, and with asynchronous training.
+
+learning     one arm: the arena's config. `gain_min` and `gain_mean` are the last minus the first held-out accuracy, in
+             points, over the seeds.
+
+correction   bf16      rollouts in BF16, no correction
+             fp8       FP8 weights and KV cache, no correction
+             fp8_tis   the same with token-tis, C = 2
+             fp8_mis   the same with token-mis
+             The guard only observes. `correction_within_spread` is 1 if the mean final accuracy of both corrected arms
+             is not lower than that of BF16 by more than the range of the BF16 seeds. As many runs as there are cores
+             are trained at a time, each on one core.
+
+stream       sync      run.max_age=0: engines wait while the learner works
+             stream    run.max_age=2: the learner takes groups as they finish, and engines continue
+             One engine on one core, the learner on the other, both arms corrected by token-tis.
+             `stream_within_spread` is 1 if the mean final accuracies differ by no more than the range of the sync
+             seeds. `idle_over_sync` is idle engine-seconds, stream over sync: an engine is idle without a rollout and
+             during a weight sync. `max_age_exceeded` counts rollouts with a token older than `max_age`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import ARENA, Record, by_seed, resolved, train, train_by_turns
 from paceline.config import load_config
 from paceline.context import Context
-from paceline.measure import CpuTimes, Result, environment
 from paceline.metrics import read_metrics
-from paceline.sessions.train import run as run_session
+from paceline.report.recorded import Interval, RecordedRun
+from paceline.report.summary import seconds, subtract, union
+
+SEEDS = (0, 1, 2)
+_FP8 = ("rollout.engine.weights=fp8", "rollout.engine.kv_cache=fp8")
+PRECISIONS: Mapping[str, tuple[str, ...]] = {
+    "bf16": (),
+    "fp8": _FP8,
+    "fp8_tis": (*_FP8, "correction.kind=token-tis"),
+    "fp8_mis": (*_FP8, "correction.kind=token-mis"),
+}
+_STREAM = (
+    "run.steps=16",
+    "run.checkpoint_every=0",
+    "run.sinks=[]",
+    "rollout.num_engines=1",
+    "rollout.prompts_per_step=8",
+    "learner.cpus=1",
+    "correction.kind=token-tis",
+    "eval.every=1000",
+    "eval.num_prompts=256",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """Result of one run."""
 
-    curve: tuple[tuple[int, float], ...]
+    curve: Sequence[tuple[int, float]]
     """Step and held-out accuracy."""
-    seconds_per_step: float
+    step_s: float
     k3: float
     """Median mismatch of a step."""
+    idle_s: float
+    engine_s: float
+    """Engine-seconds, of which `idle_s` are idle."""
+    num_too_old: int
+    age_mean: float
 
     @property
     def final(self) -> float:
@@ -35,49 +85,140 @@ class Training:
         """Last minus first held-out accuracy, in points."""
         return 100 * (self.curve[-1][1] - self.curve[0][1])
 
+    def __str__(self) -> str:
+        idle = self.idle_s / self.engine_s
+        return f"accuracy {self.curve[0][1]:.3f} -> {self.final:.3f}, k3 {self.k3:.1e}, engines idle for {idle:.0%}"
 
-def train_once(config_file: Path, overrides: Sequence[str], seed: int, *, context: Context) -> Training:
-    """Train the config with one seed, in a temporary directory."""
-    with TemporaryDirectory() as directory:
-        settings = [*overrides, f"run.seed={seed}", f'run.directory="{directory}"', f"run.name=seed-{seed}"]
-        config = load_config(config_file, settings)
-        records = read_metrics(run_session(config, context) / "metrics.jsonl")
+
+def run(overrides: Sequence[str], context: Context) -> Record:
+    found = train_by_turns({"rl": overrides}, SEEDS, context, summarise)
+    gains = [training.gain for training in found["rl"]]
+    record = _record("rl", {"rl": overrides}, found)
+    record.goals = {"gain_min": (">=", 10.0), "steps": ("<=", 40.0)}
+    record.mean("gain_mean", gains)
+    record.add("gain_min", min(gains), max(gains) - min(gains))
+    record.add("steps", record.config["run"]["steps"])
+    return record
+
+
+def correction(overrides: Sequence[str], context: Context) -> Record:
+    arms = {arm: ["guard.mode=observe", *overrides, *settings] for arm, settings in PRECISIONS.items()}
+    found = _train_at_once(arms, context)
+    record = _record("bf16", arms, found)
+    record.goals = {"correction_within_spread": (">=", 1.0)}
+    compare_precisions(record, found)
+    return record
+
+
+def stream(overrides: Sequence[str], context: Context) -> Record:
+    arms = {arm: [*_STREAM, *overrides, f"run.max_age={age}"] for arm, age in (("sync", 0), ("stream", 2))}
+    found = train_by_turns(arms, SEEDS, context, summarise)
+    record = _record("stream", arms, found)
+    record.goals = {
+        "stream_within_spread": (">=", 1.0),
+        "idle_over_sync": ("<=", 0.3),
+        "max_age_exceeded": ("<=", 0.0),
+    }
+    compare_streams(record, found)
+    return record
+
+
+def _record(shown: str, arms: Mapping[str, Sequence[str]], found: Mapping[str, Sequence[Training]]) -> Record:
+    details = {"arms": dict(arms), "runs": by_seed(found, SEEDS)}
+    return Record(seeds=SEEDS, config=resolved(ARENA, arms[shown]), details=details)
+
+
+def compare_precisions(record: Record, found: Mapping[str, Sequence[Training]]) -> None:
+    for arm, runs in found.items():
+        record.mean(f"accuracy_{arm}", [training.final for training in runs])
+        record.mean(f"gain_{arm}", [training.gain for training in runs])
+        record.mean(f"k3_{arm}", [training.k3 for training in runs])
+        record.mean(f"seconds_per_step_{arm}", [training.step_s for training in runs])
+    least = record.figures["accuracy_bf16"] - record.spread["accuracy_bf16"]
+    within = all(record.figures[f"accuracy_{arm}"] >= least for arm in ("fp8_tis", "fp8_mis"))
+    record.add("correction_within_spread", within)
+
+
+def compare_streams(record: Record, found: Mapping[str, Sequence[Training]]) -> None:
+    for arm, runs in found.items():
+        record.mean(f"accuracy_{arm}", [training.final for training in runs])
+        record.mean(f"gain_{arm}", [training.gain for training in runs])
+        record.mean(f"idle_share_{arm}", [training.idle_s / training.engine_s for training in runs])
+        record.mean(f"age_mean_{arm}", [training.age_mean for training in runs])
+        record.mean(f"step_s_{arm}", [training.step_s for training in runs])
+    idle_s = {arm: [training.idle_s for training in runs] for arm, runs in found.items()}
+    record.ratios({"idle_over_sync": [a / b for a, b in zip(idle_s["stream"], idle_s["sync"], strict=True)]})
+    record.figures["idle_over_sync"] = sum(idle_s["stream"]) / sum(idle_s["sync"])
+    difference = abs(record.figures["accuracy_stream"] - record.figures["accuracy_sync"])
+    record.add("stream_within_spread", difference <= record.spread["accuracy_sync"])
+    record.add("max_age_exceeded", sum(training.num_too_old for runs in found.values() for training in runs))
+
+
+def summarise(found: RecordedRun, directory: Path) -> Training:
+    tokens = found.series("rollout/num_tokens")
+    idle_s, engine_s = idle_time(found, sync_intervals(read_metrics(directory / "metrics.jsonl")["stage"]))
     return Training(
-        curve=tuple((record["step"], record["metrics"]["eval/accuracy"]) for record in records["eval"]),
-        seconds_per_step=records["step"][-1]["time_s"] / len(records["step"]),
-        k3=float(np.nanmedian([record["metrics"].get("mismatch/k3", np.nan) for record in records["step"]])),
+        curve=found.evals,
+        step_s=float(found.series("time/step").mean()),
+        k3=float(np.nanmedian(found.series("mismatch/k3"))),
+        idle_s=idle_s,
+        engine_s=engine_s,
+        num_too_old=int(np.nansum(found.series("rollout/max_age_exceeded"))),
+        age_mean=float(np.nansum(found.series("rollout/age_mean") * tokens) / tokens.sum()),
     )
 
 
-def run(
-    *,
-    context: Context,
-    config_file: Path,
-    seeds: Sequence[int] = (0, 1, 2),
-    overrides: Sequence[str] = (),
-) -> Result:
-    """Train the config once per seed."""
-    before = CpuTimes.now()
-    trainings: dict[int, Training] = {}
-    for seed in seeds:
-        training = trainings[seed] = train_once(config_file, overrides, seed, context=context)
-        start, end = training.curve[0][1], training.final
-        context.progress(f"seed {seed}: held-out accuracy {start:.3f} -> {end:.3f}, gain {training.gain:.1f} points")
-    config = load_config(config_file, overrides)
-    values = [training.gain for training in trainings.values()]
-    figures = {"gain_min": min(values), "gain_mean": sum(values) / len(values), "steps": float(config.run.steps)}
-    spread = {"gain_min": max(values) - min(values), "gain_mean": max(values) - min(values), "steps": 0.0}
-    return Result(
-        name="learning",
-        figures=figures,
-        spread=spread,
-        goals={"gain_min": (">=", 10.0), "steps": ("<=", 40.0)},
-        environment=environment(seeds=seeds, config=config.model_dump(mode="json")),
-        details={
-            "gains": {seed: training.gain for seed, training in trainings.items()},
-            "curves": {seed: training.curve for seed, training in trainings.items()},
-            "seconds_per_step": {seed: training.seconds_per_step for seed, training in trainings.items()},
-            "heldout_samples": config.eval.num_prompts * config.eval.samples_per_prompt,
-            "steal_share": CpuTimes.now().steal_share_since(before),
-        },
-    )
+def sync_intervals(stages: Sequence[Mapping[str, Any]]) -> list[Interval]:
+    """Return the intervals of policy pushes: a stage lasts until the next begins."""
+    pairs = zip(stages, [*stages[1:], {"time_s": math.inf}], strict=True)
+    return [(stage["time_s"], after["time_s"]) for stage, after in pairs if stage["stage"] == "sync"]
+
+
+def idle_time(found: RecordedRun, syncs: Sequence[Interval]) -> tuple[float, float]:
+    """Return idle engine-seconds and all of them, from the first rollout to the last, without evaluations."""
+    begin_s = min(batch.window[0] for batch in found.rollouts)
+    end_s = max(batch.window[1] for batch in found.rollouts)
+    counted = subtract([(begin_s, end_s)], found.eval_intervals)
+    idle_s = engine_s = 0.0
+    for engine in sorted({name for batch in found.rollouts for name in batch.engines}):
+        busy = union(
+            (float(start_s), float(end_s))
+            for batch in found.rollouts
+            if engine in batch.engines
+            for number, start_s, end_s in zip(batch.engine, batch.start_s, batch.end_s, strict=True)
+            if batch.engines[number] == engine
+        )
+        idle_s += seconds(subtract(counted, subtract(busy, syncs)))
+        engine_s += seconds(counted)
+    return idle_s, engine_s
+
+
+def _train_at_once(arms: Mapping[str, Sequence[str]], context: Context) -> dict[str, list[Training]]:
+    """Train every arm once per seed, each run on a core of its own."""
+    spawn, cores = get_context("spawn"), sorted(os.sched_getaffinity(0))
+    free = spawn.Queue()
+    for core in cores:
+        free.put(core)
+    for settings in arms.values():  # a wrong key must not show in the second hour
+        load_config(ARENA, settings)
+    with ProcessPoolExecutor(len(cores), mp_context=spawn, initializer=_bind, initargs=(free,)) as pool:
+        waiting = [
+            (seed, arm, pool.submit(_train_quietly, [*settings, f"run.seed={seed}"], context.cache_root))
+            for seed in SEEDS
+            for arm, settings in arms.items()
+        ]
+        found: dict[str, list[Training]] = {arm: [] for arm in arms}
+        for seed, arm, training in waiting:
+            found[arm].append(training.result())
+            context.progress(f"seed {seed}, {arm}: {found[arm][-1]}")
+    return found
+
+
+def _bind(free: Queue[int]) -> None:
+    """Bind this process, and all that it starts, to one core."""
+    os.sched_setaffinity(0, {free.get()})
+
+
+def _train_quietly(settings: Sequence[str], cache_root: Path) -> Training:
+    """Train without progress reports, which would mix with those of other runs."""
+    return train(settings, Context(report=lambda line: None, cache_root=cache_root), summarise)

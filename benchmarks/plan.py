@@ -1,11 +1,8 @@
-"""Is the simulator right? It is held against published figures, half of them held out.
+"""The simulator of `paceline plan` against published figures, half of them held out.
 
-    cells        every published speed-up that is stated with enough to predict it; fitted half and held-out half
-    scaling      TLT's on 1 to 8 nodes, NVIDIA's with a lag
-    235B         Qwen3-235B-A22B on 2,048 GB200: how long the plan takes, and under which assumptions 2.5x holds
-
-With --fit the constants are fitted again on the fitting half and printed. With --arena the simulator is held against
-engines of this machine instead (bench/plan_arena.py).
+cells        every published speedup that is stated with enough to predict it; fitting half and held-out half
+scaling      TLT's on 1 to 8 nodes, NVIDIA's with a lag
+235B         Qwen3-235B-A22B on 2,048 GB200: duration of the plan, and the assumptions under which 2.5x holds
 """
 
 from __future__ import annotations
@@ -19,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.fit import fit
+from benchmarks.harness import Record
 from benchmarks.published.cells import Cell, World
 from benchmarks.published.figures import NOT_REPRODUCED, SPLIT_SEED, cells, split
 from paceline.config import MeasuredSelector
 from paceline.context import Context
-from paceline.measure import Goal, Result, environment
+from paceline.measure import Goal
 from paceline.plan.answer import answer
 from paceline.plan.engine_model import Constants, acceptance_of, accepted_length
 from paceline.plan.hardware import GPUS, SHAPES
@@ -44,50 +41,32 @@ GOALS: dict[str, Goal] = {
 }
 
 SEEN = (
-    "All published figures were read before the model was written, and its mechanisms (steps too large for a "
-    "graph, hosts that look for n-grams) were thought of with all of them in view. Terms were then added and "
-    "every constant fitted by errors on the fitting half alone, before a held-out error was computed. After that "
-    "one thing was changed: the lag cell's learner took its time from a run without a learner, which exposed more "
-    "generation than published; it is now set to the published share. Before: lag_error 0.197, heldout_p90_error "
-    "0.215. Nothing was fitted again."
+    "We had read all published figures before we wrote the model, and chose its mechanisms with all of them in view. "
+    "Terms and constants were then fitted on the fitting half, before any held-out error was computed. One change "
+    "followed: the learner's time in the lag cell is set to the published share. Before: lag_error 0.197, "
+    "heldout_p90_error 0.215. Nothing was fitted again."
 )
-"""What was known when, and what was done after held-out errors had been seen."""
 
 
-def run(*, context: Context, refit: bool = False) -> Result:
+def run(overrides: Sequence[str], context: Context) -> Record:
+    del overrides
     fitting, held = split(cells())
     world = World()
-    if refit:
-        found = fit(fitting, context=context)
-        world = found.world
-        context.progress(
-            "constants: " + ", ".join(f"{name}={value:.4g}" for name, value in asdict(world.constants).items())
-        )
-        context.progress(
-            "assumptions: " + ", ".join(f"{name}={value:.4g}" for name, value in asdict(world.assumptions).items())
-        )
     rows = [_row(cell, "fit", world) for cell in fitting] + [_row(cell, "held out", world) for cell in held]
     context.progress(f"{len(rows)} cells")
-    seconds, step = _plan_235b(world.constants, context)
-    context.progress(f"plan for Qwen3-235B-A22B on 2,048 GB200: {seconds:.1f} s")
-    figures = _figures(rows) | {"seconds_235b": seconds} | step
-    return Result(
-        name="plan",
-        figures=figures,
-        spread=dict.fromkeys(figures, 0.0),
-        goals=GOALS,
-        environment=environment(seeds=[SPLIT_SEED]),
-        details={
-            "cells": rows,
-            "median_error_by_family": _by_family(rows),
-            "not_reproduced": dict(NOT_REPRODUCED),
-            "what_was_seen_when": SEEN,
-            "constants": asdict(world.constants),
-            "assumptions": asdict(world.assumptions),
-            "when_2.5_holds": _conditions(world.constants),
-            "spread": "a simulation without noise: 0",
-        },
-    )
+    record = Record(goals=GOALS, seeds=[SPLIT_SEED])
+    for name, value in (_figures(rows) | _plan_235b(context)).items():
+        record.add(name, value)
+    record.details |= {
+        "cells": rows,
+        "median_error_by_family": _by_family(rows),
+        "not_reproduced": dict(NOT_REPRODUCED),
+        "what_was_seen_when": SEEN,
+        "constants": asdict(world.constants),
+        "assumptions": asdict(world.assumptions),
+        "when_2.5_holds": _conditions(world.constants),
+    }
+    return record
 
 
 def _row(cell: Cell, half: str, world: World) -> dict[str, Any]:
@@ -131,7 +110,7 @@ def _by_family(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]
 
 
 def _question_235b(constants: Constants, *, num_gpus: int = 2048, num_rollouts: int = 4096) -> Question:
-    alpha = accepted_length(acceptance_of(4.0, 5), AT)  # NVIDIA's 4 at k = 5, as it would be at k = 3
+    alpha = accepted_length(acceptance_of(4.0, 5), AT)  # NVIDIA's 4 at k = 5, converted to k = 3
     return Question(
         shape=SHAPES["Qwen3-235B-A22B"],
         gpu=GPUS["GB200"],
@@ -146,19 +125,18 @@ def _question_235b(constants: Constants, *, num_gpus: int = 2048, num_rollouts: 
     )
 
 
-def _plan_235b(constants: Constants, context: Context) -> tuple[float, dict[str, float]]:
+def _plan_235b(context: Context) -> dict[str, float]:
     began_s = time.perf_counter()
-    found = answer(_question_235b(constants), context=context.quiet())
-    seconds = time.perf_counter() - began_s
-    return seconds, {
+    found = answer(_question_235b(World().constants), context=context.quiet())
+    return {
+        "seconds_235b": time.perf_counter() - began_s,
         "speedup_235b_speculation": found.speedup("speculation"),
         "speedup_235b_together": found.speedup("together"),
     }
 
 
 def _conditions(constants: Constants) -> dict[str, dict[str, float]]:
-    """Speculation over none with FP8 and lag 2, as in NVIDIA's 2.5: an eighth of the cluster with an eighth of the
-    batch."""
+    """Predict speculation over none with FP8 and lag 2, as in NVIDIA's 2.5, with an eighth of cluster and batch."""
     ideal = replace(constants, layer_s=0.0, eager_layer_s=0.0, request_s=0.0, draft_pass_s=0.0)
     long_tailed = lognormal(8000, 32_768)
     equal = Lengths(values=np.full(64, 8000.0), source="all 8000")

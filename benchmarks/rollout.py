@@ -1,35 +1,30 @@
-"""What speculation gains in a rollout phase: arms interleaved on groups of siblings of the arena's large policy.
+"""Makespan of a rollout phase with speculation: arms interleaved on groups of siblings of the arena's large policy.
 
     ridge       tokens of a step at which computing takes as long as reading the weights: prefill tokens per second x
                 seconds of a step of one token
-    survey      every fixed draft length at 16 active, two siblings of each group: which table would be best in
-                hindsight
-    rounds      groups of arms, one after another; the selector goes on learning
+    survey      every fixed draft length at 16 active, two siblings of each group: the best table in hindsight
+    rounds      groups of arms, one after another; the selector continues to learn
                   16 active  plain vLLM, the selector, the survey's table
                   16 active  the selector, the simple selector; half of the siblings
                   16 active  plain vLLM, k = 0, the best fixed length, the selector with a useless drafter; two siblings
                              of each group
                   64 active  plain vLLM, the selector; half of the siblings, so that none waits
 
-The batch is 16 prompts x 8 siblings with the policy's own lengths (`workload.grouped`). At most 16 requests run while
-the others wait, which is the headline, or 64. Cached prefixes are forgotten before each batch, as a weight sync makes
-an engine do, so siblings share their prompt and nothing else is shared. Plain vLLM has all that the others have:
-compiled, the precision that is fastest on this machine, prefix caching in blocks of 32 tokens, whole prompts in steps
-of 2,048 tokens.
+The batch is 16 prompts x 8 siblings with the policy's own lengths (`workload.grouped`). At most 16 or 64 requests run
+while the others wait. Cached prefixes are dropped before each batch, as after a weight sync, so only siblings share a
+prompt. Plain vLLM has the same settings: compiled, the fastest precision of the machine, prefix caching in blocks of 32
+tokens, whole prompts in steps of 2,048 tokens. `decode_speedup_at_ridge` compares machines: tokens per second while
+about 0.4 of the measured ridge are active.
 
-16 active requests are 0.4 of the ridge of a machine with matrix units, and more of it on others.
-`decode_speedup_at_ridge` is for comparing machines: tokens per second while about 0.4 of the measured ridge are active.
-
-The arms of a group take turns, a hundredth of the batch each time, which is a few steps, each on an engine of its own,
-so that a machine that drifts slows all of them alike; an arm's seconds are those of its own steps. Figures are ratios
-within a group, medians over rounds. `tail_speedup` is the rate with at most two requests active, pooled over all
-batches: rounds go on until each arm has 500 such tokens, and end in any case in time for `BUDGET_S`.
+The arms of a group take turns, each on an engine of its own, a hundredth of the batch (a few steps) at a time, so that
+drift of the machine slows all of them alike; an arm's seconds are those of its own steps. Figures are ratios within a
+group, medians over rounds. `tail_speedup` is the rate with at most two active requests, pooled over all batches: rounds
+are added until each arm has 500 such tokens, within `BUDGET_S`. Overrides name the drafter and the longest draft.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import random
 import tempfile
 import time
@@ -41,22 +36,36 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.batch_rates import best_table, bucket_of, limit, name_of, rate_by_batch, speedup_by_batch
+from benchmarks.harness import Record
 from benchmarks.random_drafter import random_drafter
-from benchmarks.tail import Round, compared, tail, tail_rate, tail_ratios, wants_more
+from benchmarks.rates import (
+    Round,
+    best_table,
+    bucket_of,
+    compared,
+    name_of,
+    rate_by_batch,
+    speedup_by_batch,
+    tail,
+    tail_rate,
+    tail_ratios,
+    wants_more,
+)
 from benchmarks.workload import (
     ENGINE,
+    MODEL,
+    SOURCE,
     RequestSet,
+    Ridge,
     arena_requests,
     asked_for,
-    drawn_from,
+    drafter_path,
     engines,
     fastest,
     grouped,
 )
 from paceline.config import (
     FixedSelector,
-    LearnedDrafter,
     MeasuredSelector,
     SelectorConfig,
     SimpleSelector,
@@ -64,19 +73,19 @@ from paceline.config import (
     TableSelector,
 )
 from paceline.context import Context
-from paceline.measure import CpuTimes, Goal, Result, environment, meanwhile, middle, paired
+from paceline.measure import CpuTimes, Goal, meanwhile
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, lockstep
-from paceline.sessions.workloads import resolve_drafter, resolve_policy
+from paceline.sessions.workloads import resolve_policy
 
 CONFIG = ENGINE.model_copy(update={"kv_cache_gb": 1.5})
 """KV cache of each of four engines side by side; in bfloat16 the batch needs less than half of it."""
 NUM_PROMPTS, GROUP_SIZE = 16, 8
 ACTIVE, MANY_ACTIVE = 16, 64
+ROUNDS = 4
 RIDGE_SHARE = 0.4
 PART = 0.01
 """Share of a batch that an arm generates in its turn: a few steps."""
 BUDGET_S = 68 * 60
-"""No round is begun that would end later than this after the start."""
 GOALS: dict[str, Goal] = {
     "makespan_speedup": (">=", 3.0),
     "makespan_speedup_64": (">=", 2.2),
@@ -103,7 +112,7 @@ class _ArmGroup:
     work: RequestSet
     most_active: int = ACTIVE
     note: str = ""
-    """Ends the arms' names where the work is another than in the headline."""
+    """Suffix of the arms' names where the work differs from the first group's."""
 
 
 PLAIN = RolloutArm("plain", None, "plain")
@@ -111,138 +120,106 @@ SELECTOR = RolloutArm("selector", MeasuredSelector())
 USELESS = RolloutArm("useless", MeasuredSelector(), "useless")
 
 
-def run(
-    *,
-    context: Context,
-    overrides: Sequence[str] = (),
-    model: str = "arena:large",
-    repetitions: int = 4,
-    seed: int = 0,
-) -> Result:
-    """`repetitions`: rounds that are wanted; more where the tail is short of tokens, fewer where time is. `overrides`
-    may name the drafter, EAGLE-3 in place of DFlash, and the largest draft length."""
-    asked = asked_for(overrides, model)
-    assert isinstance(asked.drafter, LearnedDrafter)
-    model_path = resolve_policy(model, context)
-    drafter = resolve_drafter(asked.drafter.path, context)
+def run(overrides: Sequence[str], context: Context) -> Record:
+    asked = asked_for(overrides)
+    drafter = drafter_path(asked, context)
     with tempfile.TemporaryDirectory() as scratch:
         useless = Path(scratch) / "useless"
-        random_drafter(drafter, useless, seed=seed)
+        random_drafter(drafter, useless, seed=0)
         kinds = {"plain": None, "useless": _with_drafter(asked, useless), "drafter": _with_drafter(asked, drafter)}
-        return _measure(model, model_path, kinds, repetitions, seed, context)
+        return _measure(kinds, kinds["drafter"], context)
 
 
 def _with_drafter(speculation: SpeculationConfig, path: Path) -> SpeculationConfig:
     return speculation.model_copy(update={"drafter": speculation.drafter.model_copy(update={"path": str(path)})})
 
 
-def _measure(
-    model: str,
-    model_path: Path,
-    kinds: Mapping[str, SpeculationConfig | None],
-    repetitions: int,
-    seed: int,
-    context: Context,
-) -> Result:
-    before, began_s, load_before = CpuTimes.now(), time.monotonic(), os.getloadavg()[0]
-    drafts = kinds["drafter"]
-    assert drafts is not None
-    speculations, config = [*kinds.values(), drafts], fastest(CONFIG)
+def _measure(kinds: Mapping[str, SpeculationConfig | None], drafts: SpeculationConfig, context: Context) -> Record:
+    began_s, model_path, config = time.monotonic(), resolve_policy(MODEL, context), fastest(CONFIG)
     context.progress("drawing lengths")
-    work = _draw(drawn_from(model, context), seed, context)
+    small = resolve_policy(SOURCE, context)
+    with engines(small, [None], seed=0, context=context, config=config) as (one,):
+        work = grouped(one, small, num_prompts=NUM_PROMPTS, group_size=GROUP_SIZE, max_tokens=640)
     context.progress(f"{len(work.requests)} requests, {sum(work.lengths)} tokens, longest {max(work.lengths)}")
-    with engines(model_path, speculations, seed=seed, context=context, config=config) as started:
-        bench = _RolloutBench(dict(zip(kinds, (started[:1], started[1:2], started[2:]), strict=True)), context)
-        ridges = [bench.ridge(model_path, seed + 1 + number) for number in range(3)]
-        survey = bench.survey(_every(4, work), drafts.max_draft_length)
+    with engines(model_path, [*kinds.values(), drafts], seed=0, context=context, config=config) as started:
+        arms = _Arms(dict(zip(kinds, (started[:1], started[1:2], started[2:]), strict=True)), context)
+        ridges = [arms.ridge(model_path, seed) for seed in (1, 2, 3)]
+        survey = arms.survey(_every(4, work), drafts.max_draft_length)
         table = best_table(survey)
         groups = _groups(survey, table, work)
-        rounds, machine = bench.rounds(groups, repetitions, began_s + BUDGET_S)
-    figures, spread, pairs = paired(_ratios(rounds))
-    figures["tail_speedup"] = tail_rate(compared(rounds, "selector")) / tail_rate(compared(rounds, "plain"))
-    figures["ridge_tokens"], spread["ridge_tokens"] = middle([ridge["tokens"] for ridge in ridges])
+        rounds, machine = arms.rounds(groups, began_s + BUDGET_S)
+    subject = {"model": MODEL, "drafter": drafts.drafter.kind, "max_draft_length": drafts.max_draft_length}
+    record = Record(goals=GOALS, config=subject | {"engine": config.model_dump(mode="json")})
+    record.ratios(ratios(rounds))
+    tails = {arm: tail(compared(rounds, arm)) for arm in ("plain", "selector")}
+    record.figures["tail_speedup"] = tail_rate(compared(rounds, "selector")) / tail_rate(compared(rounds, "plain"))
+    record.add("tail_tokens", min(tokens for tokens, _ in tails.values()))
+    record.median("ridge_tokens", [ridge.tokens for ridge in ridges])
     by_batch = speedup_by_batch([round_[0] for round_ in rounds])
-    at_ridge = bucket_of(max(1, min(ACTIVE, round(RIDGE_SHARE * figures["ridge_tokens"]))))
-    figures["decode_speedup_at_ridge"] = by_batch.get(name_of(at_ridge), math.nan)
-    figures |= _lengths(work.lengths)
-    figures["tail_tokens"] = min(tail(compared(rounds, arm))[0] for arm in ("plain", "selector"))
-    subject = {"model": model, "drafter": drafts.drafter.kind, "max_draft_length": drafts.max_draft_length}
-    return Result(
-        name="rollout",
-        figures=figures,
-        spread=dict.fromkeys(figures, 0.0) | spread,
-        goals=GOALS,
-        environment=environment(seeds=[seed], config=subject | {"engine": config.model_dump(mode="json")}),
-        details={
-            "lengths": sorted(work.lengths),
-            "group_lengths": [
-                work.lengths[first : first + GROUP_SIZE] for first in range(0, len(work.lengths), GROUP_SIZE)
-            ],
-            "past_end_share": median(work.past_end_share(batch) for batch in rounds[-1][0].values()),
-            "prefill_saved_share": _prefill_saved(work, rounds[-1][0]["selector"]),
-            "ridge": ridges,
-            "tail": {arm: tail(compared(rounds, arm)) for arm in ("plain", "selector")},
-            "hindsight_table": table,
-            "survey_s": {k: [batch.seconds for batch in batches] for k, batches in survey.items()},
-            "makespan_s": _makespans(rounds, groups),
-            "speedup_by_batch": by_batch,
-            "paired": pairs,
-            "rate_by_batch": rate_by_batch(survey, [groups[0]["plain"] for groups in rounds]),
-            "accepted_by_position": _acceptance(rounds),
-            "chosen": [asdict(step) for step in rounds[-1][0]["selector"].steps],
-            "selector": rounds[-1][0]["selector"].figures,
-            "machine": {"load_before": load_before, "overall": meanwhile(before), "rounds": machine},
-        },
-    )
-
-
-def _draw(model_path: Path, seed: int, context: Context) -> RequestSet:
-    with engines(model_path, [None], seed=seed, context=context, config=fastest(CONFIG)) as (engine,):
-        return grouped(engine, model_path, num_prompts=NUM_PROMPTS, group_size=GROUP_SIZE, max_tokens=640, seed=seed)
+    at_ridge = bucket_of(max(1, min(ACTIVE, round(RIDGE_SHARE * record.figures["ridge_tokens"]))))
+    record.add("decode_speedup_at_ridge", by_batch.get(name_of(at_ridge), math.nan))
+    record.add("length_median", float(np.median(work.lengths)))
+    record.add("length_p99", float(np.quantile(work.lengths, 0.99)))
+    record.add("length_max", max(work.lengths))
+    record.details |= {
+        "lengths": work.lengths,
+        "past_end_share": median(work.past_end_share(batch) for batch in rounds[-1][0].values()),
+        "prefill_saved_share": prefill_saved(work, rounds[-1][0]["selector"]),
+        "ridge": [asdict(ridge) for ridge in ridges],
+        "tail": tails,
+        "hindsight_table": table,
+        "survey_s": {k: [batch.seconds for batch in batches] for k, batches in survey.items()},
+        "makespan_s": _makespans(rounds, groups),
+        "speedup_by_batch": by_batch,
+        "rate_by_batch": rate_by_batch(survey, [groups[0]["plain"] for groups in rounds]),
+        "accepted_by_position": acceptance(rounds),
+        "chosen": [asdict(step) for step in rounds[-1][0]["selector"].steps],
+        "selector": rounds[-1][0]["selector"].figures,
+        "rounds": machine,
+    }
+    return record
 
 
 def _every(nth: int, work: RequestSet) -> RequestSet:
-    """A part of every group's siblings."""
+    """Return a part of every group's siblings."""
     return replace(work, requests=work.requests[::nth])
 
 
-class _RolloutBench:
+class _Arms:
+    """Run arms on the started engines, by kind of engine."""
+
     def __init__(self, started: Mapping[str, Sequence[SteppedEngine]], context: Context) -> None:
         self._engines = started
         self._context = context
 
-    def ridge(self, model_path: Path, seed: int) -> dict[str, float]:
-        """Measure on plain vLLM, with prompts that nobody has read before."""
+    def ridge(self, model_path: Path, seed: int) -> Ridge:
+        """Measure on plain vLLM, with prompts that are not in the prefix cache."""
         (plain,) = self._engines["plain"]
         prompts = arena_requests(model_path, num_prompts=32, group_size=1, max_tokens=1, seed=seed)
         reading = plain.run(Order(requests=prompts, to_the_end=True, forget_prefixes=True))
         prefill_rate = sum(len(request.prompt_ids) for request in prompts) / reading.seconds
         alone = plain.run(Order(requests=[replace(prompts[0], max_tokens=24)], to_the_end=True))
         step_s = median(seconds for _, seconds in alone.step_s[1:])
-        return {"prefill_tokens_per_s": prefill_rate, "one_token_s": step_s, "tokens": prefill_rate * step_s}
+        return Ridge(prefill_tokens_per_s=prefill_rate, one_token_s=step_s)
 
-    def survey(self, work: RequestSet, longest: int, repetitions: int = 1) -> dict[int, list[SteppedBatch]]:
-        """Measure every fixed draft length, beside different arms each time."""
-        batches: dict[int, list[SteppedBatch]] = defaultdict(list)
+    def survey(self, work: RequestSet, longest: int) -> dict[int, list[SteppedBatch]]:
+        """Measure every fixed draft length, in random order."""
+        batches: dict[int, list[SteppedBatch]] = {}
         at_once = len(self._engines["drafter"])
-        for number in range(repetitions):
-            lengths = list(range(longest + 1))
-            random.Random(number).shuffle(lengths)  # noqa: S311
-            for first in range(0, len(lengths), at_once):
-                arms = {k: _fixed(k) for k in lengths[first : first + at_once]}
-                group = self._run(_ArmGroup(list(arms.values()), work))
-                for k, arm in arms.items():
-                    batches[k].append(group[arm.name])
+        lengths = list(range(longest + 1))
+        random.Random(0).shuffle(lengths)  # noqa: S311
+        for first in range(0, len(lengths), at_once):
+            arms = {k: _fixed(k) for k in lengths[first : first + at_once]}
+            group = self._run(_ArmGroup(list(arms.values()), work))
+            batches |= {k: [group[arm.name]] for k, arm in arms.items()}
         return dict(sorted(batches.items()))
 
-    def rounds(
-        self, groups: Sequence[_ArmGroup], wanted: int, until_s: float
-    ) -> tuple[list[Round], list[dict[str, float]]]:
-        """Run rounds until there are as many as wanted and the tail has its tokens, or the time is up. Returns also
-        what the machine did in each."""
+    def rounds(self, groups: Sequence[_ArmGroup], until_s: float) -> tuple[list[Round], list[dict[str, float]]]:
+        """Run rounds until there are as many as wanted and the tail has its tokens, or the time is up. Return also the
+        machine's load in each."""
         found: list[Round] = []
         machine: list[dict[str, float]] = []
-        while wants_more(found, wanted):
+        while wants_more(found, ROUNDS):
             before, began_s = CpuTimes.now(), time.monotonic()
             found.append([self._run(group) for group in groups])
             machine.append(meanwhile(before))
@@ -254,7 +231,7 @@ class _RolloutBench:
         return found, machine
 
     def _run(self, group: _ArmGroup) -> dict[str, SteppedBatch]:
-        """Run arms in turns, the selector always on the drafter's first engine, which holds what it has learnt."""
+        """Run arms by turns, the selector always on the drafter's first engine, which has learned."""
         free = {kind: list(started) for kind, started in self._engines.items()}
         orders = [
             (
@@ -284,7 +261,7 @@ def _groups(
     table: Sequence[tuple[int, int, int]],
     work: RequestSet,
 ) -> list[_ArmGroup]:
-    """The headline first, 64 active last."""
+    """Return the first group of arms, and those on other work; 64 active is last."""
     best_fixed = min((k for k in survey if k), key=lambda k: median(batch.seconds for batch in survey[k]))
     hindsight = RolloutArm("hindsight", TableSelector(ranges=tuple(table)))
     return [
@@ -299,16 +276,8 @@ def _groups(
     ]
 
 
-def _lengths(lengths: Sequence[int]) -> dict[str, float]:
-    return {
-        "length_median": float(np.median(lengths)),
-        "length_p99": float(np.quantile(lengths, 0.99)),
-        "length_max": float(max(lengths)),
-    }
-
-
-def _prefill_saved(work: RequestSet, batch: SteppedBatch) -> float:
-    """Share of the prompts' tokens that came from the prefix cache; the last token of a prompt counts as decoding."""
+def prefill_saved(work: RequestSet, batch: SteppedBatch) -> float:
+    """Return the share of prompt tokens from the prefix cache; the last token of a prompt counts as decoding."""
     prompts = sum(len(request.prompt_ids) - 1 for request in work.requests)
     return 1 - sum(step.num_prefill_tokens for step in batch.steps) / prompts
 
@@ -322,11 +291,11 @@ def _makespans(rounds: Sequence[Round], groups: Sequence[_ArmGroup]) -> dict[str
     return dict(found)
 
 
-def _ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
-    """One value a round of each figure."""
+def ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
+    """Return one value per round of each figure."""
 
     def shorter(slow: str, fast: str) -> list[float]:
-        """Ratios within the first group of each round that has both; the last has 64 active."""
+        """Return ratios within the first group of each round that has both; the last has 64 active."""
         found = [next(group for group in groups[:-1] if slow in group and fast in group) for groups in rounds]
         return [group[slow].seconds / group[fast].seconds for group in found]
 
@@ -340,18 +309,17 @@ def _ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
         "best_fixed_speedup": shorter("plain", "best fixed"),
         "k0_ratio": shorter("plain", "k=0"),
         "useless_drafter_ratio": shorter("plain", "useless"),
-        "limit": [limit(group) for group in first],
-        "accepted_length": [_accepted_length(group["selector"]) for group in first],
+        "accepted_length": [accepted_length(group["selector"]) for group in first],
     }
 
 
-def _accepted_length(batch: SteppedBatch) -> float:
+def accepted_length(batch: SteppedBatch) -> float:
     verified = [step for step in batch.steps if step.verified]
     return 1 + sum(step.num_accepted for step in verified) / sum(step.num_verifications for step in verified)
 
 
-def _acceptance(rounds: Sequence[Round]) -> dict[str, list[float]]:
-    """Share of the drafts with a token at a position that had it accepted, by position."""
+def acceptance(rounds: Sequence[Round]) -> dict[str, list[float]]:
+    """Return the share of drafted tokens that were accepted, by position."""
     found = {}
     for arm in ("selector", "useless"):
         steps = [step for groups in rounds for group in groups if arm in group for step in group[arm].steps]

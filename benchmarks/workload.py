@@ -1,12 +1,11 @@
-"""The batch that the speculation benches share: arena prompts with long-tailed lengths, the same work for every arm.
+"""The batch of the speculation benches: arena prompts with long-tailed lengths, the same work for every arm.
 
-Sampled lengths differ from run to run, and the longest of 64 decides a makespan, so lengths are fixed once. The policy
-answers some prompts three times. Of the three sets of answers, the one whose longest answer is the middle one gives the
-lengths of the batch. Each length goes to a prompt with longer answers: 75 % of that prompt's shortest answer comes
-closest to the length. So hardly any arm has to continue after the end of a response, where the policy says nothing that
-it was trained to say. Long prompts are added to make room for the longest lengths. The share of tokens that come after
-an end all the same is reported (`past_end_share`). Requests have no seed of their own: vLLM then draws for all at once,
-which is faster in every arm.
+Sampled lengths differ from run to run, and the longest decides a makespan, so lengths are drawn once. The policy
+answers the prompts three times; the draw with the middle longest answer gives the lengths of the batch. Each group gets
+a prompt with longer answers (75 % of its shortest answer is closest to the group's longest length), so that few arms
+generate past the end of a response, where the policy was not trained; long prompts are added for the longest lengths.
+`past_end_share` is the share of tokens after an end. Requests have no seed of their own: vLLM then draws for all at
+once, which is faster in every arm.
 """
 
 from __future__ import annotations
@@ -20,24 +19,37 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from paceline.arena.policy import GROWN
 from paceline.arena.task import problems
-from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig, load_config
+from paceline.config import EngineConfig, LearnedDrafter, SpeculationConfig, load_config
 from paceline.context import Context
 from paceline.devices import fast_precision
 from paceline.rollout.arguments import end_tokens
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, stepped_engine
-from paceline.selector.cost import Step
-from paceline.sessions.workloads import resolve_policy
+from paceline.sessions.workloads import resolve_drafter
 from paceline.types import GroupId, RolloutRequest
 
+MODEL = "arena:large"
+SOURCE = "arena:small"
+"""The policy that arena:large was grown from: the same answers at the least cost."""
 ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compile=True)
-
-
 _CHOICE = 2000
-"""Prompts from which the longest are taken where long responses are wanted."""
+"""Prompts from which the longest are taken."""
 _OF_SHORTEST = 0.75
 _SETTINGS = ("speculation.drafter.kind=", "speculation.drafter.path=", "speculation.max_draft_length=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ridge:
+    """Speed of plain vLLM on this machine."""
+
+    prefill_tokens_per_s: float
+    one_token_s: float
+    """Seconds of a step of one token."""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step at which computing takes as long as reading the weights."""
+        return self.prefill_tokens_per_s * self.one_token_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +65,26 @@ class RequestSet:
         return past_end_share(batch.token_ids, self.end_ids)
 
 
-def asked_for(overrides: Sequence[str], model: str = "arena:large", *, bench: str = "rollout") -> SpeculationConfig:
-    """Return the overrides on top of the arena's DFlash drafter, the fastest one without training."""
+def asked_for(overrides: Sequence[str], *, bench: str = "rollout") -> SpeculationConfig:
+    """Return the overrides' speculation; the arena's DFlash drafter and the default draft length without any."""
     for override in overrides:
         if not override.startswith(_SETTINGS):
             raise ValueError(f"bench {bench}: got {override!r}; must begin with {' or '.join(_SETTINGS)}")
     kinds = [override.removeprefix(_SETTINGS[0]) for override in overrides if override.startswith(_SETTINGS[0])]
     kind = (kinds or ["dflash"])[-1]
-    own = [f"policy.model={model}", f"{_SETTINGS[0]}{kind}", f"{_SETTINGS[1]}{model}/{kind}"]
+    own = [f"policy.model={MODEL}", f"{_SETTINGS[0]}{kind}", f"{_SETTINGS[1]}{MODEL}/{kind}"]
     asked = load_config(None, [*own, *overrides])
     assert asked.speculation is not None
     return asked.speculation
 
 
+def drafter_path(asked: SpeculationConfig, context: Context) -> Path:
+    assert isinstance(asked.drafter, LearnedDrafter)
+    return resolve_drafter(asked.drafter.path, context)
+
+
 def past_end_share(responses: Sequence[Sequence[int]], end_ids: Collection[int]) -> float:
-    """Share of tokens after the first end-of-sequence token of their response."""
+    """Return the share of tokens after the first end-of-sequence token of their response."""
     past = 0
     for tokens in responses:
         end = next((place for place, token in enumerate(tokens) if token in end_ids), len(tokens) - 1)
@@ -76,12 +93,12 @@ def past_end_share(responses: Sequence[Sequence[int]], end_ids: Collection[int])
 
 
 def fastest(config: EngineConfig) -> EngineConfig:
-    """The same engine in the precision that is fastest here: a rival in another would be slowed down."""
+    """Return the engine's settings in the fastest precision of the machine."""
     return config.model_copy(update={"dtype": fast_precision()})
 
 
 def one_of(config: EngineConfig, num: int) -> EngineConfig:
-    """Settings of one of `num` users of the same GPU that are alive at once: they share what one alone would take."""
+    """Return the settings of one of `num` processes that share a GPU."""
     return config.model_copy(update={"gpu_memory_utilization": config.gpu_memory_utilization / num})
 
 
@@ -94,10 +111,8 @@ def engines(
     context: Context,
     config: EngineConfig = ENGINE,
 ) -> Iterator[list[SteppedEngine]]:
-    """Start one engine for each, all on all cores; they take turns.
-
-    They start one after another: compiling uses every core, and engines of one kind reuse what the first compiled.
-    """
+    """Start one engine for each, all on all cores, one after another: compiling uses every core, and engines of one
+    kind reuse the first one's compiled code."""
     share = one_of(config, len(speculations))
     with ExitStack() as stack:
         started = []
@@ -109,15 +124,10 @@ def engines(
         yield started
 
 
-def rate(steps: Sequence[Step]) -> float:
-    """Tokens per second."""
-    return sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps)
-
-
 def arena_requests(
     model_path: Path, *, num_prompts: int, group_size: int, max_tokens: int, seed: int
 ) -> list[RolloutRequest]:
-    """Make groups of arena prompts, in order. They have no seeds: vLLM draws for all at once."""
+    """Make groups of arena prompts."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     return [
         RolloutRequest(
@@ -133,62 +143,22 @@ def arena_requests(
 
 
 def long_requests(model_path: Path, *, num_requests: int, max_tokens: int, seed: int) -> list[RolloutRequest]:
-    """The longest of many prompts, whose answers are long too; the longest last, none of the first `num_requests`."""
+    """Make requests of the longest of many prompts, the longest last, without the first `num_requests`."""
     requests = arena_requests(
         model_path, num_prompts=_CHOICE + num_requests, group_size=1, max_tokens=max_tokens, seed=seed
     )
     return sorted(requests[num_requests:], key=lambda request: len(request.prompt_ids))[-num_requests:]
 
 
-def long_tailed(
-    engine: SteppedEngine,
-    model_path: Path,
-    *,
-    num_requests: int,
-    selector: SelectorConfig,
-    max_tokens: int,
-    seed: int,
-    draws: int = 3,
-) -> RequestSet:
-    """Make the batch described above."""
-    usual = arena_requests(model_path, num_prompts=num_requests, group_size=1, max_tokens=max_tokens, seed=seed)
-    candidates = usual + long_requests(model_path, num_requests=num_requests, max_tokens=max_tokens, seed=seed)
-    order = Order(requests=candidates, selector=selector, name="lengths")
-    lengths = np.array([[len(tokens) for tokens in engine.run(order).token_ids] for _ in range(draws)])
-    usual_lengths = sorted(lengths[:, :num_requests].tolist(), key=max)
-    return RequestSet(give_lengths(candidates, lengths, usual_lengths[draws // 2]), frozenset(end_tokens(model_path)))
-
-
-def give_lengths(
-    candidates: Sequence[RolloutRequest], lengths: np.ndarray, wanted: Sequence[float]
-) -> list[RolloutRequest]:
-    """Choose a candidate for each wanted length, the longest first, because few come near it. `lengths`: [draw,
-    candidate]."""
-    unused = dict(enumerate((_OF_SHORTEST * lengths.min(axis=0)).astype(int).tolist()))
-    requests = []
-    for length in sorted(wanted, reverse=True):
-        number = min(unused, key=lambda number: abs(unused[number] - length))
-        requests.append(replace(candidates[number], max_tokens=max(unused.pop(number), 1)))
-    return requests
-
-
 def grouped(
-    engine: SteppedEngine,
-    model_path: Path,
-    *,
-    num_prompts: int,
-    group_size: int,
-    max_tokens: int,
-    seed: int,
-    draws: int = 3,
+    engine: SteppedEngine, model_path: Path, *, num_prompts: int, group_size: int, max_tokens: int, draws: int = 3
 ) -> RequestSet:
-    """Groups of siblings, one after another, with the lengths that the policy gave them in one of three draws: the one
-    whose longest is the middle one. Nothing is cut off the tail."""
-    usual = arena_requests(model_path, num_prompts=num_prompts, group_size=group_size, max_tokens=max_tokens, seed=seed)
+    """Make groups of siblings with the policy's own lengths; nothing is cut off the tail."""
+    usual = arena_requests(model_path, num_prompts=num_prompts, group_size=group_size, max_tokens=max_tokens, seed=0)
     longer = [
         replace(request, group_id=GroupId(num_prompts + number), index=index)
         for number, request in enumerate(
-            long_requests(model_path, num_requests=num_prompts, max_tokens=max_tokens, seed=seed)
+            long_requests(model_path, num_requests=num_prompts, max_tokens=max_tokens, seed=0)
         )
         for index in range(group_size // 2)
     ]
@@ -198,18 +168,10 @@ def grouped(
     return RequestSet(give_group_lengths(order.requests, lengths, drawn, group_size), frozenset(end_tokens(model_path)))
 
 
-def drawn_from(model: str, context: Context) -> Path:
-    """Return a checkpoint that answers as the policy does, with the same lengths, at the least cost: that which it was
-    grown from."""
-    grown = GROWN.get(model.removeprefix("arena:")) if model.startswith("arena:") else None
-    return resolve_policy(model if grown is None else f"arena:{grown.source}", context)
-
-
 def give_group_lengths(
     candidates: Sequence[RolloutRequest], lengths: np.ndarray, wanted: Sequence[int], group_size: int
 ) -> list[RolloutRequest]:
-    """Give each group of wanted lengths a prompt, the longest group first: the one of which 75 % of the shortest answer
-    comes nearest to the group's longest length. Lengths stay as wanted. `lengths`: [draw, candidate]."""
+    """Give each group of wanted lengths a prompt, the longest group first. `lengths`: [draw, candidate]."""
     prompts = {request.group_id: request for request in candidates}
     shortest = {
         group: _OF_SHORTEST

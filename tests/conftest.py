@@ -1,12 +1,17 @@
-"""Tests that run side by side (pytest-xdist's `-n`) share the cores out: on one that two of them use, threads that
-wait for each other are many times slower, and engines take the cores that they are allowed."""
+"""Share the cores out among pytest-xdist's workers, and let child processes import `benchmarks`.
+
+On a core that two workers use, threads that wait for each other are many times slower, and engines take every core that
+they are allowed."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def pytest_configure() -> None:
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         cores, count = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         which = int(worker.removeprefix("gw"))

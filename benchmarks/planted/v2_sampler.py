@@ -1,6 +1,6 @@
 """Faults planted in the rejection sampler of a running V2 engine, to see whether certify finds them in what it says.
 
-They are the faults of `certify.faults.SAMPLER_FAULTS`, where V2's runner calls its sampler in the worker. An engine
+They are the faults of `sampler.SAMPLER_FAULTS`, where V2's runner calls its sampler in the worker. An engine
 shows less than the sampler by itself does, so faults here are larger: `accept` lets every rejected draft pass.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.certify.faults import SamplerFault
+from benchmarks.planted.sampler import SamplerFault
 from paceline.rollout.worker import WorkerExtension
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.planted.sampler import plant
 from paceline import cli
-from paceline.certify.faults import plant
 from paceline.doctor import engine, weights
 from paceline.doctor.setup import Setup
 from paceline.files import write_checksums

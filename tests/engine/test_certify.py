@@ -13,9 +13,9 @@ import pytest
 import vllm.plugins
 from vllm.v1.sample import rejection_sampler as vllm_sampler
 
+from benchmarks.planted.sampler import SamplerFault, plant
 from contexts import make_context
 from paceline.certify.engines import certify
-from paceline.certify.faults import SamplerFault, plant
 from paceline.certify.lossless import DEVIATIONS, Sampler, SamplerCell, examine
 from paceline.certify.subject import QUICK as EFFORT
 from paceline.config import Config

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.planted.policy import allow_faults
 from paceline.config import EngineConfig
 from paceline.fp8 import KvScales, Sharding
 from paceline.rollout.engine import VllmEngine
@@ -23,6 +22,7 @@ from paceline.types import GroupId, Receipt, RolloutRequest
 from paceline.weights.fingerprint import mismatched
 from paceline.weights.message import Push
 from paceline.weights.shared_memory import ShmSender
+from planted import allow_faults
 from random_policy import make_policy
 
 LAYERS = 2

@@ -264,7 +264,7 @@ def test_worker_of_one_core_process_still_needs_an_executor_of_ours_on_cpus() ->
 def test_worker_takes_an_extension_whose_names_are_its_own() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    from benchmarks.planted.policy import FaultyWorkerExtension
+    from planted import FaultyWorkerExtension
 
     names = {name for name in dir(FaultyWorkerExtension) if not name.startswith("__")}
     assert not [name for name in names if hasattr(Worker, name)], (

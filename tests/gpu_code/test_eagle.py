@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.planted.sampler import SamplerFault
 from benchmarks.planted.v2_sampler import V2SamplerFault
 from driven_engine import DrivenEngine, furthest, reference
-from paceline.certify.faults import SamplerFault
 from paceline.certify.lossless import surprise, two_sample
 from paceline.drafters.rounds import drafter_weights
 from paceline.types import Rollout, Tokens

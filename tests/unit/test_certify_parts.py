@@ -15,7 +15,7 @@ import pytest
 from contexts import make_context
 from paceline.certify import engines, subject
 from paceline.certify.lossless import SamplerCell
-from paceline.certify.subject import INTERPRETED, Findings, Subject
+from paceline.certify.subject import Effort, Fault, Findings, Subject
 from paceline.config import Config
 from paceline.rollout.internals import rejection_sampler, rejection_sampler_v2
 from paceline.rollout.internals.model_runner import Runner
@@ -57,7 +57,7 @@ def test_sampler_of_the_engines_runner_is_tested(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engines, "examine", examine)
     monkeypatch.setattr(engines, "mend_sampler", lambda: events.append("mended"))
     found = Findings()
-    engines._sampler_part(found, replace(SUBJECT, runner=runner), None, INTERPRETED, make_context())
+    engines._sampler_part(found, replace(SUBJECT, runner=runner), Effort(), make_context())
     assert events == (["mended", "examined"] if runner == "v1" else ["examined"])
     assert found.figures["sampler_effect_found"] == cell(300).effect_found, "that of the weakest test"
 
@@ -79,7 +79,7 @@ class StubEngine:
         self._events.append("closed")
 
 
-class Fault:
+class Planted:
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
@@ -109,7 +109,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("speculate", [True, False])
 def test_fault_is_planted_in_the_engine_that_speculates(events: list[str], speculate: bool) -> None:
     """A fault in both engines would cancel out, and a fault in neither would pass for a test that finds nothing."""
-    faulty = replace(SUBJECT, engine_fault=Fault(events))
+    faulty = replace(SUBJECT, fault=Fault(name="planted", about="", engine=Planted(events)))
     asyncio.run(subject.generate(faulty, SUBJECT.config.rollout.engine, [], speculate=speculate, seed=0))
     assert events == (["adjusted", "with", "planted", "closed"] if speculate else ["without", "closed"])
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.costs import engine_settings
 from paceline.config import Config, EngineConfig
 from paceline.measure import machine
 from paceline.selector.cost_file import (
@@ -130,11 +129,3 @@ def test_a_machine_is_its_gpus_or_its_cpu(tmp_path: Path) -> None:
         (tmp_path / f"0000:0{number}:00.0").mkdir()
         (tmp_path / f"0000:0{number}:00.0" / "information").write_text("Model: \t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
     assert machine(tmp_path) == "2 x NVIDIA H100 80GB HBM3"
-
-
-def test_the_bench_measures_the_settings_that_it_is_asked_for() -> None:
-    asked = Config.model_validate(
-        {"policy": {"model": "arena:small"}, "rollout": {"engine": {"compile": False, "kv_cache": "fp8"}}}
-    ).rollout.engine
-    settings = engine_settings(asked)
-    assert (settings.compile, settings.kv_cache, settings.weights, settings.kv_cache_gb) == (False, "fp8", "full", 4.0)

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks faults` counts, and how it hurts and watches processes."""
+"""Counts of the bench `faults`, and its signals to processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.faults import false_alarms, miscounted, useful_time
-from benchmarks.hurt_run import HurtRun, Seen, count_orphans, strike
+from benchmarks.faults import Outcome, false_alarms, miscounted, useful_time
+from benchmarks.victim import VictimRun, count_orphans, strike
 
 
 @pytest.fixture
@@ -50,25 +50,24 @@ def rollouts_of(step: int, keys: list[tuple[int, int]]) -> Any:
 
 
 def test_lost_and_doubled_rollouts_are_found() -> None:
-    steps: Any = [{"step": 1}, {"step": 2}]
     whole = [(0, 0), (0, 1)], [(1, 0), (1, 1)]
-    assert miscounted([rollouts_of(1, whole[0]), rollouts_of(2, whole[1])], steps, num_rollouts=2) == (0, 0)
-    assert miscounted([rollouts_of(1, whole[0]), rollouts_of(2, whole[1][:1])], steps, num_rollouts=2) == (1, 0)
-    assert miscounted([rollouts_of(1, whole[0])], steps, num_rollouts=2) == (2, 0)
+    assert miscounted([rollouts_of(1, whole[0]), rollouts_of(2, whole[1])], 2, num_rollouts=2) == (0, 0)
+    assert miscounted([rollouts_of(1, whole[0]), rollouts_of(2, whole[1][:1])], 2, num_rollouts=2) == (1, 0)
+    assert miscounted([rollouts_of(1, whole[0])], 2, num_rollouts=2) == (2, 0)
     doubled = [rollouts_of(1, whole[0]), rollouts_of(2, [*whole[1], (0, 1)])]
-    assert miscounted(doubled, steps, num_rollouts=2) == (0, 1)
+    assert miscounted(doubled, 2, num_rollouts=2) == (0, 1)
 
 
 def test_second_loss_for_one_fault_is_a_false_alarm() -> None:
     first, second = ({"kind": "event", "what": "engine_lost", "engine": "engine-0", "step": 3} for _ in range(2))
-    seen = [Seen(at_s=0.0, record=record) for record in (first, second)]
-    assert false_alarms(seen, [{"event": first}]) == [second]
+    planted = Outcome(fault="kill core", step=3, witnessed=True, healed_s=1.0, event=first)
+    assert false_alarms([first, second], [planted]) == [second]
 
 
-@pytest.mark.parametrize("blow", ["kill", "stop"])
-def test_blow_is_witnessed_once(victim: psutil.Popen, blow: Any) -> None:
-    assert strike(victim, blow)
-    assert not strike(victim, blow), "it is gone or stopped already"
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_fault_is_witnessed_once(victim: psutil.Popen, how: Any) -> None:
+    assert strike(victim, how)
+    assert not strike(victim, how), "it is gone or stopped already"
 
 
 def test_process_that_lives_on_is_an_orphan(victim: psutil.Popen) -> None:
@@ -85,7 +84,7 @@ def write(file: Path, *records: dict[str, Any]) -> None:
 def test_records_of_an_earlier_life_are_not_taken_for_those_of_a_later_one(tmp_path: Path, monkeypatch) -> None:
     """A resumed run drops records and writes the file anew, while its follower stands somewhere in the old one."""
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: None)
-    file, run = tmp_path / "metrics.jsonl", HurtRun(tmp_path, tmp_path / "log")
+    file, run = tmp_path / "metrics.jsonl", VictimRun(tmp_path)
     run.start([])
     run.look()
     write(file, {"kind": "run"}, {"kind": "step", "step": 1})

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.certify.faults import SAMPLER_FAULTS, SamplerFault, plant
+from benchmarks.certify import interpreted
+from benchmarks.planted.sampler import SAMPLER_FAULTS, SamplerFault, plant
 from paceline.certify.fp32 import first_difference
 from paceline.certify.lossless import (
     DEVIATIONS,
@@ -26,7 +27,7 @@ from paceline.certify.lossless import (
     two_sample,
     verdict,
 )
-from paceline.certify.subject import INTERPRETED, read_trace
+from paceline.certify.subject import read_trace
 from paceline.rollout.internals.rejection_sampler import Verification
 from paceline.rollout.sampler import refuse_lossy
 from paceline.types import GroupId, RolloutId, Tokens
@@ -149,21 +150,22 @@ def test_as_many_rows_are_sampled_as_are_asked_for() -> None:
 @pytest.mark.parametrize("fault", [None, "residual", "temperature", "stale"])
 def test_effort_for_an_interpreted_sampler_suffices(fault: SamplerFault | None) -> None:
     """With fewer rows a position is left out, and a sampler that is right would be INCONCLUSIVE."""
+    effort = interpreted()
     sampler = quick_sample if fault is None else plant(quick_sample, fault)
     for seed in range(3):
         cells = list(
             examine(
                 sampler,
                 reference_draft,
-                num_rows=INTERPRETED.sampler_rows,
-                vocabulary=INTERPRETED.vocabulary,
-                kinds=INTERPRETED.kinds,
-                lengths=INTERPRETED.lengths,
+                num_rows=effort.sampler_rows,
+                vocabulary=effort.vocabulary,
+                kinds=effort.kinds,
+                lengths=effort.lengths,
                 seed=seed,
             )
         )
         if fault is None:
-            assert len(cells) == num_cells(INTERPRETED.kinds, INTERPRETED.lengths)
+            assert len(cells) == num_cells(effort.kinds, effort.lengths)
         assert (worst(cells) > DEVIATIONS) == (fault is not None)
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers import _SETTINGS, BUDGET_S, PeerRun, average, compare, is_late, run, trl_settings
+from benchmarks.harness import ARENA, BUDGET_S, Record
+from benchmarks.peers import _SETTINGS, PeerRun, average, compare, is_late, run, trl_settings
 from benchmarks.step import WARMUP
 from benchmarks.stock_trl.training import StepTimes, right_answer
-from paceline.cli.common import CONFIGS
 from paceline.config import load_config
 from paceline.context import Context
 
@@ -22,7 +22,9 @@ def test_generation_is_compared_by_token_and_the_rest_by_step():
         "trl": [peer(12, 8), peer(36, 24), peer(120, 80)],
         "paceline": [peer(4, 2, 50), peer(12, 6, 50), peer(40, 20, 50)],
     }
-    figures, spread, _ = compare(runs)
+    record = Record()
+    compare(record, runs)
+    figures, spread = record.figures, record.spread
     assert figures["generation_over_trl"] == pytest.approx(2) and spread["generation_over_trl"] == pytest.approx(0)
     assert figures["rest_of_step_over_trl"] == pytest.approx(0.5)
     assert figures["step_over_trl"] == pytest.approx(3) and figures["tokens_over_trl"] == pytest.approx(0.5)
@@ -38,7 +40,7 @@ def test_first_steps_of_trl_do_not_count():
 def test_run_without_a_counted_step_is_refused_before_anything_starts(tmp_path: Path):
     context = Context(report=lambda line: None, cache_root=tmp_path)
     with pytest.raises(ValueError, match=r"run\.steps: got 3"):
-        run(context=context, config_file=CONFIGS / "arena.toml", environ={}, overrides=[f"run.steps={WARMUP}"])
+        run([f"run.steps={WARMUP}"], context)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -46,7 +48,7 @@ def test_override_holds_for_both_arms():
     """Arms with different work would be compared."""
     changed = ["run.steps=4", "run.seed=2", "data.seed=5", "rollout.prompts_per_step=2", "rollout.group_size=3"]
     changed += ["rollout.max_tokens=50", "learner.learning_rate=0.001", "rollout.engine.dtype=float32"]
-    config = load_config(CONFIGS / "arena.toml", [*_SETTINGS, *changed])
+    config = load_config(ARENA, [*_SETTINGS, *changed])
     settings = trl_settings(config, Path("policy"), Path("out"))
     assert (settings.num_steps, settings.prompts_per_step, settings.group_size) == (4, 2, 3)
     assert (settings.max_tokens, settings.learning_rate, settings.engine_dtype) == (50, 0.001, "float32")
@@ -57,7 +59,7 @@ def test_microbatch_divides_the_batch():
     """TRL rounds down: rollouts that fill no pass would be left out of the update."""
     for prompts, group_size in ((3, 4), (5, 6), (16, 8)):
         settings = [f"rollout.prompts_per_step={prompts}", f"rollout.group_size={group_size}"]
-        config = load_config(CONFIGS / "arena.toml", [*_SETTINGS, *settings])
+        config = load_config(ARENA, [*_SETTINGS, *settings])
         microbatch = trl_settings(config, Path("policy"), Path("out")).microbatch
         assert 1 <= microbatch <= 8 and prompts * group_size % microbatch == 0
 

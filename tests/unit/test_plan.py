@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import plan_arena
 from benchmarks.fit import START, concerns, fit
 from benchmarks.published.cells import Cell, World
 from benchmarks.published.figures import cells, split
-from benchmarks.workload import RequestSet
 from contexts import make_context
 from paceline.config import Config, FixedSelector, MeasuredSelector
 from paceline.orchestrator import loop
@@ -39,11 +37,8 @@ from paceline.plan.question import Question, best_layout, layouts, tensor_parall
 from paceline.plan.recipe import question_of, recommended
 from paceline.plan.request import Request
 from paceline.plan.run_model import Scenario, simulate
-from paceline.rollout.stepped import SteppedBatch
 from paceline.selector import select
-from paceline.selector.cost import Step
 from paceline.selector.cost_file import Conditions, Costs, save_costs
-from paceline.types import GroupId, RolloutRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "paceline"
@@ -464,41 +459,6 @@ def test_fp8_is_planned_from_what_was_measured_in_fp8(tmp_path: Path) -> None:
     save_costs(tmp_path / "fp8.json", halved(costs))
     with pytest.raises(ValueError, match="must come with a BF16 file"):
         question_of(Request(model="Qwen3-8B", **USUAL, costs=[tmp_path / "fp8.json"]))
-
-
-def batch(*prefill: tuple[int, float]) -> SteppedBatch:
-    """What was read in how many seconds, step by step."""
-    step = Step(
-        num_requests=8,
-        num_prefill_tokens=0,
-        context_tokens=0,
-        verified=0,
-        drafted=0,
-        seconds=0.5,
-        proposed_at=(),
-        accepted_at=(),
-        num_emitted=8,
-    )
-    steps = [replace(step, num_prefill_tokens=tokens, seconds=seconds) for tokens, seconds in prefill] + [step]
-    return SteppedBatch(seconds=1.0, finished_s=[], token_ids=[], step_s=[], steps=steps, figures={})
-
-
-def test_each_arm_of_the_arena_is_predicted_from_costs_in_its_own_precision() -> None:
-    truth = engine(drafter="eagle3", options=drafts("eagle3", alpha=2.6, at=3, longest=7))
-    full = cost_file(truth, batches=(1, 8, 32, 64), context=64)
-    prompt = np.zeros(10, np.int32)
-    requests = [
-        RolloutRequest(group_id=GroupId(n), index=0, prompt_ids=prompt, max_tokens=20 * n, temperature=1.0)
-        for n in range(1, 9)
-    ]
-    warm_up = dict.fromkeys(plan_arena.ARMS, batch())
-    warm_up |= {"selector": batch((50, 6e-4), (30, 4e-4)), "fp8 selector": batch((80, 5e-4))}
-    found = plan_arena.predict({"full": full, "fp8": halved(full)}, RequestSet(requests, frozenset()), warm_up)
-    assert found.keys() == plan_arena.ARMS.keys()
-    for name in ("", " selector"):
-        whole, half = found[name.strip() or "plain"], found[f"fp8{name}"]
-        assert half.generation_s == pytest.approx(whole.generation_s / 2, rel=0.02)
-    assert found["selector"].generation_s < found["plain"].generation_s
 
 
 # ── published figures

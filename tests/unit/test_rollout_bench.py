@@ -11,21 +11,12 @@ import numpy as np
 import pytest
 
 from benchmarks import workload
-from benchmarks.batch_rates import best_table, speedup_by_batch
-from benchmarks.rollout import (
-    _acceptance,
-    _accepted_length,
-    _groups,
-    _makespans,
-    _prefill_saved,
-    _ratios,
-)
-from benchmarks.rollout_page import write_rollout_page
-from benchmarks.tail import tail_rate, wants_more
-from benchmarks.workload import RequestSet, asked_for, give_group_lengths, give_lengths
+from benchmarks.rates import best_table, speedup_by_batch, tail_rate, wants_more
+from benchmarks.rollout import acceptance, accepted_length, prefill_saved, ratios
+from benchmarks.workload import RequestSet, asked_for, give_group_lengths
 from contexts import make_context
 from paceline.config import EngineConfig
-from paceline.measure import Result, paired
+from paceline.measure import paired
 from paceline.rollout import stepped
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, Turn, lockstep
 from paceline.selector.cost import Step
@@ -117,16 +108,16 @@ def test_prompts_of_siblings_that_were_cached_are_counted():
     prompt = np.arange(33, dtype=np.int32)
     request = RolloutRequest(group_id=GroupId(0), index=0, prompt_ids=prompt, max_tokens=4, temperature=1.0)
     read = replace(step(2, 0, 0.1, 1), num_prefill_tokens=32)
-    assert _prefill_saved(RequestSet([request] * 2, frozenset()), batch(1, [read])) == pytest.approx(0.5)
+    assert prefill_saved(RequestSet([request] * 2, frozenset()), batch(1, [read])) == pytest.approx(0.5)
 
 
 def test_accepted_length_counts_the_bonus_token():
-    assert _accepted_length(batch(1, [step(4, 3, 0.1, 3), step(4, 0, 0.1, 1)])) == pytest.approx(3.0)
+    assert accepted_length(batch(1, [step(4, 3, 0.1, 3), step(4, 0, 0.1, 1)])) == pytest.approx(3.0)
 
 
 def test_acceptance_has_as_many_positions_as_drafts_had() -> None:
     drafted = {"selector": batch(1, [step(4, 9, 0.1, 3), step(2, 3, 0.1, 1)]), "useless": batch(1)}
-    found = _acceptance([[drafted]])
+    found = acceptance([[drafted]])
     assert found["selector"] == pytest.approx([4 / 6, 4 / 6, *[0] * 7])
     assert found["useless"] == []
 
@@ -163,7 +154,7 @@ def rounds() -> list[list[dict[str, SteppedBatch]]]:
 
 
 def test_figures_are_ratios_within_a_round(rounds):
-    figures, _, _ = paired(_ratios(rounds))
+    figures, _, _ = paired(ratios(rounds))
     assert figures["makespan_speedup"] == pytest.approx(3.0)
     assert figures["of_hindsight"] == pytest.approx(0.9)
     assert figures["best_fixed_speedup"] == pytest.approx(2.5)
@@ -172,7 +163,6 @@ def test_figures_are_ratios_within_a_round(rounds):
     assert figures["k0_ratio"] == pytest.approx(30 / 31)
     assert figures["useless_drafter_ratio"] == pytest.approx(30 / 30.5)
     assert figures["tail_speedup"] == pytest.approx(3.0)
-    assert figures["limit"] == pytest.approx(3.0)
 
 
 def test_speedup_by_batch_size_leaves_prompts_out():
@@ -231,57 +221,6 @@ def test_tokens_past_the_end_are_counted():
         figures={},
     )
     assert work.past_end_share(done) == pytest.approx(2 / 12)
-
-
-def test_batch_has_the_lengths_of_the_policy():
-    """The shortest of three answers is shorter than most: a batch of these would have lost its tail. And a response
-    that ends before its length goes on as noise, which no drafter guesses."""
-    generator = np.random.default_rng(0)
-    typical_C = np.concatenate([generator.lognormal(4, 0.8, 64), generator.lognormal(6, 0.3, 64)])
-    lengths_DC = np.maximum(typical_C * generator.lognormal(0, 0.25, (3, 128)), 5).astype(int)
-    wanted = np.quantile(lengths_DC[:, :64], (np.arange(64) + 0.5) / 64)
-    prompt = np.array([3], np.int32)
-    candidates = [
-        RolloutRequest(group_id=GroupId(g), index=0, prompt_ids=prompt, max_tokens=640, temperature=1.0)
-        for g in range(128)
-    ]
-    found = give_lengths(candidates, lengths_DC, wanted.tolist())
-    assert len({request.group_id for request in found}) == 64
-    assert all(request.max_tokens < lengths_DC[:, request.group_id.number].min() for request in found)
-    assert max(request.max_tokens for request in found) == pytest.approx(wanted.max(), rel=0.1)
-    assert sum(request.max_tokens for request in found) == pytest.approx(wanted.sum(), rel=0.15)
-
-
-def test_page_shows_every_figure_and_arm(rounds, tmp_path):
-    """A result that nobody can see is not shown."""
-    work = RequestSet([], frozenset())
-    makespans = _makespans(rounds, _groups({3: [batch(1)]}, [(1, 64, 3)], work))
-    assert makespans["plain"] == [30.0] * 3, "other work under the same name"
-    figures, spread, _ = paired(_ratios(rounds))
-    result = Result(
-        name="rollout",
-        figures=figures,
-        spread=spread,
-        goals={"makespan_speedup": (">=", 2.5)},
-        environment={"config": {"model": "arena:large"}},
-        details={
-            "lengths": [10, 300],
-            "makespan_s": makespans,
-            "chosen": [
-                {"seconds": 0.1, "num_requests": 2, "drafted": 3},
-                {"seconds": 0.1, "num_requests": 1, "drafted": 5},
-            ],
-            "rate_by_batch": {"1-1": {"plain": 10.0, "0": 9.0, "3": 20.0}},
-            "accepted_by_position": {"selector": [0.8, 0.6], "useless": [0.0, 0.0]},
-        },
-    )
-    write_rollout_page(result, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert "3.00 times sooner" in page
-    assert all(name in page for name in makespans)
-    assert page.count("<svg") == 4
-    assert "mathdefault" not in page  # a tick label that nobody can read
-    assert "goal &gt;= 2.5" in page
 
 
 def test_engines_that_are_alive_at_once_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

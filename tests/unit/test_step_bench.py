@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import Record
 from benchmarks.step import WARMUP, SteppedRun, amdahl, compare, settings_of, summarise
 from contexts import arena_config
 from paceline.metrics import JsonlSink, Recorder
@@ -62,7 +63,9 @@ def test_speedups_are_of_runs_of_one_seed():
         "sync": [stepped(6, 4, 90), stepped(18, 12, 90), stepped(60, 40, 90)],
         "stream": [stepped(5, 1), stepped(10, 1), stepped(50, 1)],
     }
-    figures, spread, _ = compare(runs)
+    record = Record()
+    compare(record, runs)
+    figures, spread = record.figures, record.spread
     assert figures["step_speedup"] == pytest.approx(10 / 6) and spread["step_speedup"] == pytest.approx(0)
     assert figures["step_speedup_stream"] == pytest.approx(2) and spread["step_speedup_stream"] == pytest.approx(1)
     assert figures["generation_share"] == pytest.approx(0.8) and figures["generation_speedup"] == pytest.approx(2)
@@ -72,13 +75,14 @@ def test_speedups_are_of_runs_of_one_seed():
 
 def test_of_amdahl_falls_by_what_the_rest_of_the_step_pays():
     """Generation twice as fast allows 10 / 6; a second more of everything else leaves 10 / 7."""
-    figures, *_ = compare({"plain": [stepped(10, 8)], "sync": [stepped(7, 4)], "stream": [stepped(7, 4)]})
+    record = Record()
+    compare(record, {"plain": [stepped(10, 8)], "sync": [stepped(7, 4)], "stream": [stepped(7, 4)]})
     assert amdahl(0.8, 2) == pytest.approx(10 / 6)
-    assert figures["of_amdahl"] == pytest.approx(6 / 7)
+    assert record.figures["of_amdahl"] == pytest.approx(6 / 7)
 
 
 def test_a_run_is_summarised_without_its_first_steps(tmp_path: Path):
-    found = summarise(recorded(tmp_path, WARMUP + 2))
+    found = summarise(recorded(tmp_path, WARMUP + 2), tmp_path)
     mean = WARMUP + 1.5
     assert (found.step_s, found.generation_s) == pytest.approx((mean, mean / 2))
     assert (found.learner_s, found.sync_s, found.num_tokens) == pytest.approx((0.75, 0.125, 10 * mean))
@@ -88,4 +92,4 @@ def test_a_run_with_a_missing_update_or_no_counted_step_is_no_measurement(tmp_pa
     for name, num_steps, without, match in (("skipped", 6, 5, "5.*no update"), ("short", WARMUP, None, "run.steps")):
         (tmp_path / name).mkdir()
         with pytest.raises(PacelineError, match=match):
-            summarise(recorded(tmp_path / name, num_steps, without_update=without))
+            summarise(recorded(tmp_path / name, num_steps, without_update=without), tmp_path)

@@ -2,19 +2,22 @@
 
 import json
 import os
+import random
 import shutil
+import signal
 import stat
 import subprocess
+import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.store_faults import count_missed_flips, count_unreadable
 from paceline.files import ChecksumError
 from paceline.orchestrator.batch_log import BatchLog, Taken
-from paceline.orchestrator.store import Store, verify
+from paceline.orchestrator.store import Store, seal, verify
 from paceline.types import Group, GroupId, Prompt, Rollout
 
 NUM_KILLS = int(os.environ.get("PACELINE_NUM_KILLS", "20"))
@@ -68,7 +71,19 @@ def test_a_moved_run_finds_its_checkpoint(tmp_path):
 
 
 def test_every_flipped_bit_is_found(tmp_path):
-    assert count_missed_flips(tmp_path / "state", 320) == 0
+    write(Store(tmp_path), 7)
+    (path,) = tmp_path.glob("step-*")
+    assert verify(path).step == 7, "a whole checkpoint is read"
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    rng = random.Random(0)
+    for number in range(320):
+        file = files[number % len(files)]
+        whole = file.read_bytes()
+        place, bit = rng.randrange(len(whole)), rng.randrange(8)
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+        with pytest.raises(ChecksumError):
+            verify(path)
+        file.write_bytes(whole)
 
 
 def test_a_missing_file_is_found(tmp_path):
@@ -97,13 +112,49 @@ def test_the_previous_checkpoint_is_taken_when_the_newest_is_damaged(tmp_path):
     assert found is not None and found.step == 20 and problems == []
 
 
+def write_atomically(directory: Path, step: int) -> None:
+    write(Store(directory), step)
+
+
+def write_in_place(directory: Path, step: int) -> None:
+    """Write under the final name, as a writer without an atomic rename would."""
+    path = directory / f"step-{step:08d}"
+    path.mkdir()
+    fill(path, step)
+    seal(path, step, {})
+
+
+def count_unreadable(directory: Path, num_kills: int, write: Callable[[Path, int], None]) -> int:
+    """Kill writers at random moments; count the kills after which the newest checkpoint was damaged or gone."""
+    rng = random.Random(1)
+    began_s = time.monotonic()
+    write_atomically(directory, 1)
+    write_s = time.monotonic() - began_s
+    newest, num_unreadable = 1, 0
+    for _ in range(num_kills):
+        child = os.fork()
+        if child == 0:
+            for step in range(newest + 1, 10**9):
+                write(directory, step)
+        time.sleep(rng.uniform(0, 4 * write_s + 0.02))  # the moment of the kill is what is drawn
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        store = Store(directory)
+        found, problems = store.newest()
+        num_unreadable += found is None or bool(problems) or found.step < newest
+        newest = newest if found is None else found.step
+        store.tidy()
+    assert newest > 1, "no writer came far enough, so the kills say nothing"
+    return num_unreadable
+
+
 def test_a_writer_killed_at_any_moment_leaves_a_checkpoint_that_can_be_read(tmp_path):
     """PACELINE_NUM_KILLS=200 for more than CI does."""
-    assert count_unreadable(tmp_path / "state", NUM_KILLS) == 0
+    assert count_unreadable(tmp_path / "state", NUM_KILLS, write_atomically) == 0
 
 
 def test_the_count_of_unreadable_checkpoints_finds_a_writer_that_does_not_rename(tmp_path):
-    assert count_unreadable(tmp_path / "state", NUM_KILLS, naive=True) > 0
+    assert count_unreadable(tmp_path / "state", NUM_KILLS, write_in_place) > 0
 
 
 def make_prompt(number: int) -> Prompt:

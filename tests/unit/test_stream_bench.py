@@ -2,15 +2,22 @@
 
 import pytest
 
-from benchmarks.stream import StreamedRun, compare, idle_time, sync_intervals
+from benchmarks.harness import Record
+from benchmarks.learning import Training, compare_streams, idle_time, sync_intervals
 from paceline.metrics import JsonlSink, Recorder
 from paceline.report.recorded import read_run
 
 
-def runs(*finals: float, idle_s: float, num_too_old: int = 0) -> list[StreamedRun]:
+def runs(*finals: float, idle_s: float, num_too_old: int = 0) -> list[Training]:
     return [
-        StreamedRun(
-            first=0.5, final=final, idle_s=idle_s, engine_s=100.0, num_too_old=num_too_old, age_mean=0.0, step_s=1.0
+        Training(
+            curve=((0, 0.5), (16, final)),
+            step_s=1.0,
+            k3=1e-3,
+            idle_s=idle_s,
+            engine_s=100.0,
+            num_too_old=num_too_old,
+            age_mean=0.0,
         )
         for final in finals
     ]
@@ -20,7 +27,9 @@ def runs(*finals: float, idle_s: float, num_too_old: int = 0) -> list[StreamedRu
 def test_streaming_is_within_the_spread_of_synchronous_training_or_not(streamed: float, within: float) -> None:
     """Synchronous seeds 0.66 to 0.70: mean 0.68, so 0.64 to 0.72 count as the same."""
     arms = {"sync": runs(0.66, 0.68, 0.70, idle_s=50.0), "stream": runs(*[streamed] * 3, idle_s=10.0, num_too_old=1)}
-    figures, spread, pairs = compare(arms)
+    record = Record()
+    compare_streams(record, arms)
+    figures, spread, pairs = record.figures, record.spread, record.details["paired"]
     assert figures["stream_within_spread"] == within
     assert figures["idle_over_sync"] == pytest.approx(0.2) and spread["idle_over_sync"] == 0.0
     assert pairs["idle_over_sync"]["ratios"] == pytest.approx([0.2] * 3)

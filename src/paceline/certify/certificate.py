@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.certify.faults import LOGP_FAULT, SAMPLER_FAULTS
 from paceline.certify.lossless import DEVIATIONS, KINDS
 from paceline.measure import Result
 from paceline.report.plots import BLUE, ORANGE, PINK, RED, SOFT, Panel, drawing, new_plot, panel
@@ -42,9 +41,7 @@ def _remarks(details: Mapping[str, Any]) -> list[str]:
     if details["without_shim"]:
         remarks.append("vLLM's sampler ran without Paceline's shim.")
     if details["fault"] is not None:
-        planted = {**SAMPLER_FAULTS, LOGP_FAULT: "log-probabilities are shifted by one token"}[details["fault"]]
-        where = "; inside the engine that speculates too, where it is larger" if details["fault_in_engine"] else ""
-        remarks.append(f"Planted fault: {planted}{where}.")
+        remarks.append(f"Planted fault: {details['fault_about']}.")
     remarks += [f"Missed: {_MEANING[name]}." for name in details["failed"]]
     return remarks + [f"{line[:1].upper()}{line[1:]}." for line in (*details["missing"], *details["notes"])]
 

@@ -17,12 +17,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import numpy as np
 import torch
 
-from paceline.certify.faults import LOGP_FAULT, SamplerFault, plant
 from paceline.certify.fp32 import learner_part
 from paceline.certify.lossless import (
     DEVIATIONS,
@@ -34,7 +33,7 @@ from paceline.certify.lossless import (
     two_sample,
     verdict,
 )
-from paceline.certify.subject import Effort, EngineFault, Findings, Subject, generate
+from paceline.certify.subject import Effort, Fault, Findings, Subject, generate
 from paceline.config import Config
 from paceline.context import Context, time_left
 from paceline.measure import Result, environment
@@ -55,18 +54,13 @@ def certify(
     config: Config,
     *,
     context: Context,
-    fault: str | None = None,
-    engine_fault: EngineFault | None = None,
+    fault: Fault | None = None,
     without_shim: bool = False,
     effort: Effort | None = None,
     seed: int = 0,
 ) -> Result:
-    """Run all parts, or the part with the planted `fault` (`faults.SAMPLER_FAULTS`, `faults.LOGP_FAULT`).
-
-    `engine_fault` plants the same fault inside the engines that speculate, so all parts run."""
+    """Run all parts, or with a planted `fault` the parts that it affects."""
     effort = effort or Effort()
-    if fault is not None and fault not in (*get_args(SamplerFault), LOGP_FAULT):
-        raise ValueError(f"fault: got {fault!r}; must be one of {', '.join((*get_args(SamplerFault), LOGP_FAULT))}")
     if without_shim:
         leave_sampler_stock()  # before vLLM makes its config, which loads plugins into this process
     runner = planned_runner(engine_args(model_path, config.rollout.engine, seed, config.speculation))
@@ -79,23 +73,23 @@ def certify(
         without_shim=without_shim,
         seed=seed,
         runner=runner,
-        engine_fault=engine_fault,
+        fault=fault,
     )
     refuse_lossy(_vllm_settings(subject))
     found = Findings()
     began_s = time.monotonic()
-    if fault != LOGP_FAULT:
-        _sampler_part(found, subject, cast("SamplerFault | None", fault), effort, context)
-    if fault is None or engine_fault is not None:
+    if fault is None or fault.sampler is not None:
+        _sampler_part(found, subject, effort, context)
+    if fault is None or fault.engine is not None:
         _engine_part(found, subject, effort, context)
-    if fault is None or fault == LOGP_FAULT or engine_fault is not None:
-        learner_part(found, subject, effort, context, shift_logp=fault == LOGP_FAULT)
+    if fault is None or fault.engine is not None or fault.shifts_logp:
+        learner_part(found, subject, effort, context, shift_logp=fault is not None and fault.shifts_logp)
     if runner == "v2" and on_cpu():
         found.notes.append("V2's kernels ran on the CPU, under Triton's interpreter; a GPU runs them compiled")
     if not effort.conclusive:
         found.missing.append("--quick samples so little that only gross faults show; without it the verdict counts")
     found.add("seconds", time.monotonic() - began_s, ("<=", effort.max_seconds) if fault is None else None)
-    return _result(found, subject, fault, effort)
+    return _result(found, subject, effort)
 
 
 def _vllm_settings(subject: Subject) -> Mapping[str, Any]:
@@ -110,13 +104,13 @@ SAMPLERS = {"v1": rejection_sampler, "v2": rejection_sampler_v2}
 """vLLM's rejection sampler and its drafts, by model runner."""
 
 
-def _sampler_part(
-    found: Findings, subject: Subject, fault: SamplerFault | None, effort: Effort, context: Context
-) -> None:
+def _sampler_part(found: Findings, subject: Subject, effort: Effort, context: Context) -> None:
     if subject.runner == "v1" and not subject.without_shim:
         mend_sampler()
     sampler = SAMPLERS[subject.runner]
-    sample = sampler.rejection_sample if fault is None else plant(sampler.rejection_sample, fault)
+    sample = sampler.rejection_sample
+    if subject.fault is not None and subject.fault.sampler is not None:
+        sample = subject.fault.sampler(sample)
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     cells: list[SamplerCell] = []
@@ -211,9 +205,10 @@ def _padded(rollouts: Sequence[Rollout], tokens: int) -> Tokens:
     return ids_NT
 
 
-def _result(found: Findings, subject: Subject, fault: str | None, effort: Effort) -> Result:
+def _result(found: Findings, subject: Subject, effort: Effort) -> Result:
+    fault = subject.fault
     if fault is not None:
-        found.missing.append(f"{fault!r} is planted; without it the verdict counts")
+        found.missing.append(f"{fault.name!r} is planted; without it the verdict counts")
     met = Result(
         name="", figures=found.figures, spread=dict.fromkeys(found.figures, 0.0), goals=found.goals, environment={}
     )
@@ -225,8 +220,8 @@ def _result(found: Findings, subject: Subject, fault: str | None, effort: Effort
         "failed": failed,
         "missing": found.missing,
         "notes": found.notes,
-        "fault": fault,
-        "fault_in_engine": subject.engine_fault is not None,
+        "fault": None if fault is None else fault.name,
+        "fault_about": None if fault is None else fault.about,
         "runner": subject.runner,
         "sampler": SAMPLERS[subject.runner].SAMPLER,
         "without_shim": subject.without_shim,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.certify.lossless import KINDS, LENGTHS, VOCABULARY, Drafts
+from paceline.certify.lossless import KINDS, LENGTHS, VOCABULARY, Drafts, Sampler
 from paceline.config import Config, EngineConfig, LearnedDrafter, SpeculationConfig
 from paceline.files import read_jsonl
 from paceline.measure import Goal
@@ -55,22 +55,6 @@ QUICK = Effort(
     conclusive=False,
 )
 """Enough to run every part."""
-INTERPRETED = Effort(
-    sampler_rows=680,
-    kinds=("one-hot", "adversarial"),
-    lengths=(2,),
-    vocabulary=6,
-    num_prompts=4,
-    samples_per_prompt=64,
-    tokens=8,
-    long_rollouts=16,
-    long_tokens=16,
-    max_seconds=1200.0,
-)
-"""For V2's kernels under Triton's interpreter, where the verification of a row takes 0.1 to 0.3 s."""
-INTERPRETED_QUICK = replace(
-    INTERPRETED, sampler_rows=150, num_prompts=2, samples_per_prompt=16, long_rollouts=3, conclusive=False
-)
 
 
 class EngineFault(Protocol):
@@ -83,6 +67,21 @@ class EngineFault(Protocol):
     async def plant(self, engine: VllmEngine) -> None:
         """Make the started engine faulty."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault planted on purpose, which certify must find (`benchmarks/planted`)."""
+
+    name: str
+    about: str
+    """Description for the certificate."""
+    sampler: Callable[[Sampler], Sampler] | None = None
+    """Make the tested sampler faulty."""
+    engine: EngineFault | None = None
+    """Make engines that speculate faulty."""
+    shifts_logp: bool = False
+    """Shift the engine's log-probabilities by one token."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,8 +112,7 @@ class Subject:
     seed: int
     runner: Runner
     """vLLM's model runner in the engine."""
-    engine_fault: EngineFault | None = None
-    """Planted in engines that speculate."""
+    fault: Fault | None = None
 
     @property
     def speculation(self) -> SpeculationConfig:
@@ -129,13 +127,14 @@ async def generate(
     subject: Subject, config: EngineConfig, requests: Sequence[RolloutRequest], *, speculate: bool, seed: int
 ) -> tuple[list[Rollout], dict[RolloutId, list[tuple[int, int]]]]:
     """Rollouts in order of their key, each with drafted and emitted tokens per step."""
+    engine_fault = None if subject.fault is None else subject.fault.engine
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory, "steps.jsonl")
 
         def adjust(args: Any) -> None:  # vLLM's AsyncEngineArgs
             own_settings(args.additional_config)["trace"] = str(trace)  # the scheduler writes a line for every step
-            if subject.engine_fault is not None:
-                subject.engine_fault.adjust(args)
+            if engine_fault is not None:
+                engine_fault.adjust(args)
 
         engine = await VllmEngine.start(
             "with" if speculate else "without",
@@ -150,8 +149,8 @@ async def generate(
         try:
             if speculate:
                 await _check_runner(subject, engine)
-                if subject.engine_fault is not None:
-                    await subject.engine_fault.plant(engine)
+                if engine_fault is not None:
+                    await engine_fault.plant(engine)
             rollouts: list[Rollout] = []
             # Greedy requests come last, so that a drafter that learns from rollouts has drafts for them.
             for part in ([r for r in requests if r.temperature], [r for r in requests if not r.temperature]):

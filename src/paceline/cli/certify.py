@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,63 +12,39 @@ from paceline.cli.parser import DRAFTER, HTML, MODEL, QUICK, RESULT, SUBJECT, TO
 from paceline.context import Context
 
 if TYPE_CHECKING:
-    from paceline.certify.subject import EngineFault
+    from paceline.certify.subject import Effort, Fault
     from paceline.config import Config
     from paceline.types import Prompt
 
-_INTERPRETED = ("rollout.engine.max_num_seqs=32", "rollout.engine.deadline_s=1200")
-"""A small batch, because nothing runs in parallel, and a deadline for an interpreter on a busy machine."""
-
-
-def _certify_lossless(options: argparse.Namespace, context: Context) -> int:
-    if options.runner == "v2":
-        from paceline.devices import on_gpu
-
-        if not on_gpu():
-            raise ValueError(
-                "--runner: got v2 on a machine without a GPU; `python -m benchmarks certify --runner v2` in a checkout "
-                "interprets its kernels on the CPU"
-            )
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    return certify_lossless(options, context)
-
 
 def certify_lossless(
-    options: argparse.Namespace,
-    context: Context,
-    *,
-    interpreted: bool = False,
-    engine_fault: EngineFault | None = None,
+    options: argparse.Namespace, context: Context, *, fault: Fault | None = None, effort: Effort | None = None
 ) -> int:
-    """Run `paceline certify lossless`; `interpreted` if the engines' kernels run under Triton's interpreter."""
+    """Run `paceline certify lossless`, with a planted `fault` or another effort if there is one."""
     from paceline.certify.certificate import write_certificate
     from paceline.certify.engines import certify
-    from paceline.certify.subject import INTERPRETED, INTERPRETED_QUICK, QUICK, Effort
+    from paceline.certify.subject import QUICK
     from paceline.config import load_config
     from paceline.sessions.train import with_drafter
 
-    default = "arena:tiny" if interpreted else "arena:small"
-    file, overrides = subject("certify", [*(_INTERPRETED if interpreted else ()), *options.subject], default)
+    file, overrides = subject("certify", options.subject)
     config = load_config(file, overrides)
     drafting = _drafting(
         options.drafter,
         options.draft_length,
         policy=config.policy.model,
         has_speculation=config.speculation is not None,
-        default="eagle3" if interpreted else "ngram",
     )
     config = with_drafter(load_config(file, [*overrides, *drafting]), context)
     model_path, prompts = _policy_and_prompts(config, 64, context)
-    quick, full = (INTERPRETED_QUICK, INTERPRETED) if interpreted else (QUICK, Effort())
     result = certify(
         model_path,
         prompts,
         config,
         context=context,
-        fault=options.plant,
-        engine_fault=engine_fault,
+        fault=fault,
         without_shim=options.without_shim,
-        effort=quick if options.quick else full,
+        effort=QUICK if options.quick and effort is None else effort,
         seed=config.run.seed,
     )
     if options.html is not None:
@@ -106,15 +81,13 @@ def _policy_and_prompts(config: Config, num_prompts: int, context: Context) -> t
     return model_path, list(islice(make_task(config, load_tokenizer(model_path)).prompts, num_prompts))
 
 
-def _drafting(
-    drafter: str | None, draft_length: int | None, *, policy: str, has_speculation: bool, default: str = "ngram"
-) -> list[str]:
-    """Return overrides for the drafter and a fixed draft length; the defaults are `default` and 3."""
+def _drafting(drafter: str | None, draft_length: int | None, *, policy: str, has_speculation: bool) -> list[str]:
+    """Return overrides for the drafter and a fixed draft length; the defaults are n-grams and 3."""
     from paceline.sessions.workloads import arena_policy
 
     overrides: list[str] = []
     if drafter is not None or not has_speculation:
-        kind, _, path = (drafter or default).partition(":")
+        kind, _, path = (drafter or "ngram").partition(":")
         named = {"path": path or (f"{policy}/{kind}" if kind in LEARNED and arena_policy(policy) else "")}
         if kind == "vllm":
             named = dict(zip(("settings.method", "settings.model"), path.split(":", 1), strict=False))
@@ -144,7 +117,6 @@ LOSSLESS = Command(
         paceline certify --drafter ngram --html certificate.html
         paceline certify configs/arena.toml rollout.temperature=0.8 --drafter eagle3:path/to/drafter
         paceline certify --drafter vllm:draft_model:arena:tiny
-        paceline certify --plant residual     a planted fault: must be NOT LOSSLESS
         paceline certify --without-shim       vLLM's CPU sampler without our fix: must be NOT LOSSLESS
         """,
     options=(
@@ -157,12 +129,10 @@ LOSSLESS = Command(
         option("--draft-length", type=int, metavar="K", help="fix the draft length (without a config: 3)"),
         HTML,
         option("--without-shim", action="store_true", help="do not fix vLLM's sampler, even where it is wrong"),
-        option("--runner", choices=("v2",), help="model runner of vLLM (default: vLLM's choice)"),
-        option("--plant", metavar="FAULT", help="residual, temperature, stale, accept or logp-shift"),
         QUICK.but(help="few samples: runs every part, but finds only gross faults"),
         *RESULT,
     ),
-    run=_certify_lossless,
+    run=certify_lossless,
 )
 LOGP = Command(
     words="certify logp",

@@ -11,7 +11,7 @@
     drafting       passes of the drafter (one after another for EAGLE, one for DFlash), or the host's search for n-grams
 
 A draft of length k makes n = requests x (k + 1) tokens to verify. `Constants` holds the parameters that the formulas do
-not give; they are fitted on one half of the published figures (`python -m benchmarks plan --fit`).
+not give; they are fitted on one half of the published figures (`python -m benchmarks fit`).
 """
 
 from __future__ import annotations

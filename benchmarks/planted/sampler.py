@@ -17,8 +17,6 @@ SAMPLER_FAULTS: dict[SamplerFault, str] = {
     "stale": "draft probabilities of another position are used",
     "accept": "2 % of the rejected draft tokens are accepted nevertheless",
 }
-LOGP_FAULT = "logp-shift"
-
 # Dimensions as in lossless.py; R is rows with a rejected draft.
 
 

@@ -1,4 +1,4 @@
-"""A `paceline train` in a process of its own, for a bench that hurts it: what it records, its processes, and blows."""
+"""A `paceline train` in a process of its own, for a bench that kills and stops its processes."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ import psutil
 
 from paceline.types import PacelineError
 
-Blow = Literal["kill", "stop", "term"]
-"""SIGKILL; SIGSTOP, which stands for whatever makes a process hang; SIGTERM."""
+Signal = Literal["kill", "stop", "term"]
+"""SIGKILL; SIGSTOP, for any cause of a frozen process; SIGTERM."""
 _LOOK_S = 0.01
 _EFFECT_S = 30.0
-"""How long the system may take to end or stop a process."""
+"""Time in which the system ends or stops a process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A record, and when it was seen in the file."""
+    """A record of metrics.jsonl, and the time when it was read."""
 
     at_s: float
     record: Mapping[str, Any]
 
 
-class HurtRun:
-    """One run in one or several lives: it may be killed and resumed. All records are kept, those that a resumed run
-    drops as well."""
+class VictimRun:
+    """One run, which may be killed and resumed. Records that a resumed run drops are kept."""
 
-    def __init__(self, directory: Path, log: Path) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.seen: list[Seen] = []
-        self._log = log
+        self._log = directory.with_suffix(".log")
         self._metrics = directory / "metrics.jsonl"
-        self._num_lives = 0
+        self._num_starts = 0
         self._offset: int | None = None
-        """Where the next record of this life begins; None before its first."""
+        """Place of the next record since the last start; None before the first."""
 
     def start(self, arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
-        """Begin a life, of a new run or with --resume."""
-        self._num_lives += 1
+        self._num_starts += 1
         self._offset = None
         with self._log.open("a") as log:
             command = [sys.executable, "-m", "paceline.cli", "train", *arguments]
             self.driver = subprocess.Popen(command, stdout=log, stderr=log, env=environ)  # noqa: S603
 
     def look(self) -> None:
-        """Take in what was written since the last look."""
+        """Read the records written since the last look."""
         try:
-            written = self._metrics.read_bytes() if self._offset is None else self._rest(self._offset)
+            with self._metrics.open("rb") as file:
+                file.seek(self._offset or 0)
+                written = file.read()
         except FileNotFoundError:
             return
         at_s = time.monotonic()
         whole = written[: written.rfind(b"\n") + 1]
-        if self._offset is None:  # earlier lives are before the record with which this one begins
+        if self._offset is None:  # skip the records before those of this start
             begins = [line for line in whole.splitlines(keepends=True) if line.startswith(b'{"kind": "run"')]
-            if len(begins) < self._num_lives:
+            if len(begins) < self._num_starts:
                 return
             self._offset = whole.rindex(begins[-1]) + len(begins[-1])
             whole = whole[self._offset :]
@@ -74,8 +74,8 @@ class HurtRun:
     def wait_for(
         self, found: Callable[[Mapping[str, Any]], bool], *, since: int = 0, deadline_s: float = 900.0
     ) -> Seen | None:
-        """The first record from number `since` on of which `found` is true; None if the time is over. Raises
-        PacelineError if the run ends."""
+        """Return the first such record from number `since` on, or None after the deadline. Raise PacelineError if the
+        run ends."""
         until_s = time.monotonic() + deadline_s
         while True:
             ended = self.driver.poll()
@@ -91,39 +91,32 @@ class HurtRun:
             time.sleep(_LOOK_S)
 
     def wait_for_stage(self, stage: str, step: int) -> int:
-        """Wait until this stage of this step or of a later one begins; returns the step."""
+        """Wait for this stage of this step or of a later one; return the step."""
         seen = self.wait_for(
             lambda record: record["kind"] == "stage" and record["stage"] == stage and record["step"] >= step,
             deadline_s=1800.0,
         )
         if seen is None:
-            raise PacelineError(f"the run did not come to {stage} of step {step}: {self.last_lines()}")
+            raise PacelineError(f"the run did not reach {stage} of step {step}: {self.last_lines()}")
         return seen.record["step"]
 
     def wait_for_event(self, what: str, *, since: int, deadline_s: float, of: str = "") -> Seen | None:
-        """The first such event since then, about the engines of one place if that is given."""
-        return self.wait_for(
-            lambda record: (
-                record["kind"] == "event" and record["what"] == what and record.get("engine", "").startswith(of)
-            ),
-            since=since,
-            deadline_s=deadline_s,
-        )
+        """Return the first such event, about the engines of the place `of`."""
 
-    def finish(self, deadline_s: float = 900.0) -> int:
-        """Wait for the end; returns the exit code."""
-        until_s = time.monotonic() + deadline_s
-        while self.driver.poll() is None and time.monotonic() < until_s:
-            self.look()
-            time.sleep(10 * _LOOK_S)
+        def found(record: Mapping[str, Any]) -> bool:
+            return record["kind"] == "event" and record["what"] == what and record.get("engine", "").startswith(of)
+
+        return self.wait_for(found, since=since, deadline_s=deadline_s)
+
+    def finish(self) -> None:
+        """Wait for a regular end."""
+        code = self.driver.wait(900.0)
         self.look()
-        if self.driver.poll() is None:
-            raise PacelineError(f"the run did not end within {deadline_s:.0f} s: {self.last_lines()}")
-        return self.driver.returncode
+        if code != 0:
+            raise PacelineError(f"the run ended with code {code}: {self.last_lines()}")
 
     def close(self) -> None:
-        """End it, if it has not ended: its processes end with their driver."""
-        if self._num_lives:
+        if self._num_starts:
             self.driver.kill()
             self.driver.wait()
 
@@ -131,39 +124,33 @@ class HurtRun:
         return self._log.read_text(encoding="utf-8")[-2000:]
 
     def processes(self, role: str) -> list[psutil.Process]:
-        """Its processes of this role: `actor`, `core` and `largest` of engines, `learner` or `trainer`."""
+        """Return processes of a role: `actor`, `core` and `largest` of engines, `learner` or `trainer`."""
         children = psutil.Process(self.driver.pid).children(recursive=True)
-        if role == "largest":
-            return [largest_of(process) for process in children if role_of(process) == "actor"]
-        return [process for process in children if role_of(process) == role]
+        if role != "largest":
+            return [process for process in children if role_of(process) == role]
+        return [
+            # Out of memory, the kernel kills the largest process.
+            max((actor, *actor.children(recursive=True)), key=lambda member: member.memory_info().rss)
+            for actor in children
+            if role_of(actor) == "actor"
+        ]
 
     def family(self) -> list[psutil.Process]:
         driver = psutil.Process(self.driver.pid)
         return [driver, *driver.children(recursive=True)]
 
-    def _rest(self, offset: int) -> bytes:
-        with self._metrics.open("rb") as file:
-            file.seek(offset)
-            return file.read()
-
 
 def role_of(process: psutil.Process) -> str | None:
-    """Ray names a process by its actor, and vLLM one by what it does; where vLLM's title cannot be set, it is known as
-    what an actor spawned."""
+    """Return the role by the names that Ray and vLLM give to processes, or by the parent if vLLM cannot set one."""
     try:
-        line = " ".join(process.cmdline())
-        spawned = "spawn_main" in line and "EngineActor" in " ".join(process.parent().cmdline())  # pyright: ignore[reportOptionalMemberAccess]
-    except (psutil.Error, AttributeError):
+        line, parent = " ".join(process.cmdline()), process.parent()
+        spawned = "spawn_main" in line and parent is not None and "EngineActor" in " ".join(parent.cmdline())
+    except psutil.Error:
         return None
     if "EngineCore" in line or spawned:
         return "core"
     names = {"EngineActor": "actor", "LearnerActor": "learner", "paceline.drafters.worker": "trainer"}
     return next((role for name, role in names.items() if name in line), None)
-
-
-def largest_of(process: psutil.Process) -> psutil.Process:
-    """The process with the most memory, of one and its children: the one that the kernel kills when memory is out."""
-    return max((process, *process.children(recursive=True)), key=lambda member: member.memory_info().rss)
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -173,14 +160,13 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def strike(victim: psutil.Process, blow: Blow) -> float | None:
-    """Hurt a process; returns when it had ended or stopped. None if it was not there and whole before, or goes on.
+def strike(victim: psutil.Process, how: Signal) -> float | None:
+    """Signal a process and return the time at which it has ended or stopped; None if it had before, or does not.
 
-    A killed process lives until the system has taken its memory back, which may take seconds, and nobody is told
-    before."""
-    if is_gone(victim) or (blow != "kill" and victim.status() == psutil.STATUS_STOPPED):
+    A killed process lives until the system has freed its memory, which may take seconds."""
+    if is_gone(victim) or (how != "kill" and victim.status() == psutil.STATUS_STOPPED):
         return None
-    match blow:
+    match how:
         case "kill":
             watch = os.pidfd_open(victim.pid)
             try:
@@ -190,7 +176,7 @@ def strike(victim: psutil.Process, blow: Blow) -> float | None:
                 os.close(watch)
         case "stop":
             victim.send_signal(signal.SIGSTOP)
-            ended = _comes_true(lambda: not is_gone(victim) and victim.status() == psutil.STATUS_STOPPED)
+            ended = eventually(lambda: not is_gone(victim) and victim.status() == psutil.STATUS_STOPPED, _EFFECT_S)
         case "term":
             victim.send_signal(signal.SIGTERM)
             ended = True
@@ -198,14 +184,13 @@ def strike(victim: psutil.Process, blow: Blow) -> float | None:
 
 
 def count_orphans(family: Sequence[psutil.Process], struck_s: float, *, after_s: float = 10.0) -> int:
-    """How many of a run's processes live on so long after the blow."""
-    while time.monotonic() < struck_s + after_s and not all(map(is_gone, family)):
-        time.sleep(0.1)
+    """Count the run's processes that are alive so long after the signal."""
+    eventually(lambda: all(map(is_gone, family)), struck_s + after_s - time.monotonic())
     return sum(not is_gone(process) for process in family)
 
 
-def _comes_true(condition: Callable[[], bool]) -> bool:
-    until_s = time.monotonic() + _EFFECT_S
+def eventually(condition: Callable[[], bool], within_s: float) -> bool:
+    until_s = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > until_s:
             return False

@@ -1,0 +1,98 @@
+"""What the benches share: the record of their figures, and runs that are trained by turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from paceline.cli.common import CONFIGS
+from paceline.config import load_config
+from paceline.context import Context
+from paceline.measure import Goal, Result, environment, middle, paired
+from paceline.report.recorded import RecordedRun, read_run
+from paceline.sessions.train import run as run_session
+
+ARENA = CONFIGS / "arena.toml"
+BUDGET_S = 28 * 60
+"""Time for the benches against TRL, whose number of repetitions adapts to the machine."""
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """Figures of a bench with their spread."""
+
+    goals: Mapping[str, Goal] = field(default_factory=dict)
+    seeds: Sequence[int] = (0,)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, value: float, spread: float = 0.0) -> None:
+        self.figures[name], self.spread[name] = float(value), spread
+
+    def mean(self, name: str, values: Sequence[float]) -> None:
+        """Add the mean, with the range as its spread."""
+        self.add(name, sum(values) / len(values), max(values) - min(values))
+
+    def median(self, name: str, values: Sequence[float]) -> None:
+        """Add the median, with the range as its spread."""
+        self.add(name, *middle(values))
+
+    def ratios(self, ratios: Mapping[str, Sequence[float]]) -> None:
+        """Add medians of ratios of arms that were measured side by side, with their 95 % bootstrap intervals."""
+        figures, spread, pairs = paired(ratios)
+        self.figures |= figures
+        self.spread |= spread
+        self.details.setdefault("paired", {}).update(pairs)
+
+    def result(self, name: str) -> Result:
+        return Result(
+            name=name,
+            figures=self.figures,
+            spread=self.spread,
+            goals=self.goals,
+            environment=environment(seeds=self.seeds, config=self.config),
+            details=self.details,
+        )
+
+
+def train(settings: Sequence[str], context: Context, summarise: Callable[[RecordedRun, Path], T]) -> T:
+    """Train the arena's config with these settings in a temporary directory, and summarise the run."""
+    with TemporaryDirectory() as scratch:
+        own = [f'run.directory="{scratch}"', "run.name=run"]
+        directory = run_session(load_config(ARENA, [*settings, *own]), context)
+        return summarise(read_run(directory), directory)
+
+
+def train_by_turns(
+    arms: Mapping[str, Sequence[str]],
+    seeds: Sequence[int],
+    context: Context,
+    summarise: Callable[[RecordedRun, Path], T],
+) -> dict[str, list[T]]:
+    """Train every arm once per seed, in another order for each seed."""
+    for settings in arms.values():  # a wrong key must not show in the second hour
+        load_config(ARENA, settings)
+    found: dict[str, list[T]] = {arm: [] for arm in arms}
+    names = list(arms)
+    for turn, seed in enumerate(seeds):
+        first = turn % len(names)
+        for arm in names[first:] + names[:first]:
+            found[arm].append(train([*arms[arm], f"run.seed={seed}"], context, summarise))
+            context.progress(f"seed {seed}, {arm}: {found[arm][-1]}")
+    return found
+
+
+def by_seed(arms: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return the runs of each arm for `details`."""
+    return {arm: {seed: asdict(run) for seed, run in zip(seeds, runs, strict=True)} for arm, runs in arms.items()}
+
+
+def resolved(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
+    """Return a whole config for the record's environment."""
+    return load_config(file, settings).model_dump(mode="json")
