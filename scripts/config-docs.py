@@ -1,4 +1,4 @@
-"""Writes docs/config.md from src/paceline/config/ and the docstrings under its fields. Run it after changing a key."""
+"""Write docs/config.md from src/paceline/config/ and the docstrings of its fields."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from paceline.config import Config, Section, sections_in
 HEADER = """\
 # Every setting
 
-Made from `src/paceline/config/` by `python scripts/config-docs.py`. A config is a TOML file; on the command line each
-key can be given as `section.key=value`. What is not given keeps its default, and unknown keys are refused.
+Generated from `src/paceline/config/` by `python scripts/config-docs.py`. A config is a TOML file; `section.key=value`
+on the command line overrides a key. Unknown keys are refused. Defaults suit Qwen3-8B on 8 GPUs with 80 GB; the arena's
+values are in `configs/arena.toml`.
 """
 
 
 def sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Every section with its dotted name; the variants of a union follow each other under one name."""
+    """Yield every section with its dotted name; the variants of a union share a name."""
     if path:
         yield path, section
     for name, field in section.model_fields.items():
@@ -47,14 +48,14 @@ def page() -> str:
 
 
 def _variant(section: type[Section]) -> str | None:
-    """The kind that names this variant of a union; a `kind` with several values is a key like others."""
+    """Return the kind of a union's variant; a `kind` with several values is an ordinary key."""
     kinds = get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
     return kinds[0] if len(kinds) == 1 else None
 
 
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
-        return "must be given"
+        return "required"
     return "none" if field.default is None else f"`{json.dumps(field.default, default=str)}`"
 
 
