@@ -161,7 +161,7 @@ DOCTOR = Command(
         Check in minutes whether this machine can run a config. Each check passes, fails or is skipped:
           machine     packages, devices, compiler, Ray
           config      checkpoint, prompts, drafter
-          memory      GPU, host, /dev/shm, disk
+          memory      GPU, host, /dev/shm
           engine      starts, generates, samples from the right distribution, accepts as many drafts as expected
           weights     log-probabilities against the learner, pushes through shared memory and by broadcast
         Exit code 1 if a check failed. See docs/doctor.md.
