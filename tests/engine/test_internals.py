@@ -180,7 +180,7 @@ def test_backends_can_be_registered_twice() -> None:
 
 
 def test_engine_arguments_can_be_filled_in_before_their_config_is_made(
-    policy_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The names that PACELINE sets and looks at are vLLM's, and its config is made of what was set."""
     from vllm.config import SpeculativeConfig
@@ -191,7 +191,8 @@ def test_engine_arguments_can_be_filled_in_before_their_config_is_made(
     assert read | {"speculative_config", *hosts._RANKS} <= names(EngineArgs)
     assert {"draft_load_config", "num_speculative_tokens_per_batch_size"} <= names(SpeculativeConfig)
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)  # put back afterwards
-    filling = hosts.fill({"max_num_seqs": 4}, hosts.AUTO)
+    (setting := tmp_path / "ngram.toml").write_text('[speculation.drafter]\nkind = "ngram"\n')
+    filling = hosts.fill({"max_num_seqs": 4}, str(setting))
     filling.arguments["speculative_config"]["draft_load_config"] = {"load_format": "auto"}
     assert engine_arguments.fill_before_use(lambda arguments: filling.arguments)
     arguments = EngineArgs(model=str(policy_path), skip_tokenizer_init=True, max_num_seqs=4, load_format="dummy")
