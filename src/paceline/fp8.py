@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,6 +163,11 @@ class KvScales:
 
     def __post_init__(self) -> None:
         assert len(self.q) == len(self.k) == len(self.v), "every layer has all three"
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> KvScales:
+        q, k, v = (tuple(plain[part]) for part in "qkv")
+        return cls(version=plain["version"], q=q, k=k, v=v)
 
     def named(self) -> dict[str, float]:
         """Return the scales by the names that receipts use (`kv_scales.layers.3.k`)."""

@@ -20,12 +20,8 @@ Tokens = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 VersionSpans = tuple[tuple[int, int], ...]
 """Policy version and number of tokens of each span of a response, in order."""
-
-
 DeviceKind = Literal["cpu", "gpu"]
 """Device of a run's processes."""
-
-
 Purpose = Literal["train", "eval"]
 
 
@@ -135,7 +131,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One sampled response with its behaviour log-probabilities and policy versions."""
+    """One sampled response with its behavior log-probabilities and policy versions."""
 
     group_id: GroupId
     index: int
@@ -164,11 +160,6 @@ class Rollout:
         """Version of the first token, the oldest."""
         return self.version_spans[0][0]
 
-    @property
-    def policy_version_end(self) -> int:
-        """Version of the last token."""
-        return self.version_spans[-1][0]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
@@ -192,7 +183,7 @@ class Sample:
     """Prompt and response."""
     num_prompt_tokens: int
     logp: Floats
-    """Behaviour log-probabilities of the response tokens."""
+    """Behavior log-probabilities of the response tokens."""
     advantage: float
     version_spans: VersionSpans = ()
     """Spans of the rollout. If empty, all tokens count as drawn by the current policy."""

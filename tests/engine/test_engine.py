@@ -211,13 +211,13 @@ def test_rollout_across_a_sync_knows_both_versions(
         return await collect_all(engine, len(wanted)), await generate(engine, requests(groups=1, size=1))
 
     across, after = runner.run(scenario())
-    versions = {(rollout.policy_version, rollout.policy_version_end) for rollout in across.values()}
+    versions = {(rollout.policy_version, rollout.version_spans[-1][0]) for rollout in across.values()}
     assert versions <= {(0, 0), (0, 7)}
     assert (0, 7) in versions
     for rollout in across.values():
         assert sum(num for _, num in rollout.version_spans) == len(rollout.token_ids)
         assert all(num > 0 for _, num in rollout.version_spans) and len(rollout.version_spans) <= 2
-    assert [(rollout.policy_version, rollout.policy_version_end) for rollout in after.values()] == [(7, 7)]
+    assert [(rollout.policy_version, rollout.version_spans[-1][0]) for rollout in after.values()] == [(7, 7)]
     assert engine.policy_version == 7
     for (
         rollout

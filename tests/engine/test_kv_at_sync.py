@@ -41,7 +41,7 @@ class Run:
         weights = {name: x * (1 + 0.3 * torch.randn(x.shape, generator=generator)) for name, x in stored.items()}
         push = self.sender.stage(self.version, weights.items())
         rollouts = self.runner.run(self._generate(push, self.version))
-        return [r for r in rollouts if r.policy_version < r.policy_version_end == self.version], weights
+        return [r for r in rollouts if r.policy_version < r.version_spans[-1][0] == self.version], weights
 
     async def _generate(self, push: Push, version: int) -> list[Rollout]:
         began = await self._num_tokens()

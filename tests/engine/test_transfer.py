@@ -220,7 +220,7 @@ def test_push_in_the_middle_of_rollouts_keeps_them(wire: Wire) -> None:
 
     push = wire.sender.stage(40, wire.changed_weights(seed=40).items())
     rollouts = wire.run(overlap())
-    assert max(rollout.policy_version_end for rollout in rollouts) == 40
+    assert max(rollout.version_spans[-1][0] for rollout in rollouts) == 40
 
 
 def test_drafter_push_is_refused_by_an_engine_without_one(wire: Wire) -> None:

@@ -9,6 +9,9 @@ Dimension suffixes: B rollouts, S padded tokens (prompt and response), T padded 
 without padding, R rows of one rollout per rank.
 """
 
+# pyright: reportUnknownMemberType=false
+# torch.from_numpy is untyped.
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -6,9 +6,12 @@ that engines cache, after norm and rotary embedding, for every architecture. Onl
 Dimension suffixes: B rollouts, H heads, S padded tokens, D size of a head, L layers.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch and transformers are partially typed.
+
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +48,7 @@ class Calibration:
         """Count of keys and values below the smallest normal FP8 number at a scale that fits the largest."""
 
     @contextmanager
-    def listen(self, policy: PreTrainedModel, valid_BS: torch.Tensor) -> Iterator[None]:
+    def listen(self, policy: PreTrainedModel, valid_BS: torch.Tensor) -> Generator[None]:
         """Observe a forward pass, without its padding."""
 
         def attend(
@@ -58,7 +61,7 @@ class Calibration:
 
         AttentionInterface.register(_LISTENING, attend)
         AttentionMaskInterface.register(_LISTENING, sdpa_mask)
-        before = policy.config._attn_implementation
+        before = policy.config._attn_implementation  # pyright: ignore[reportPrivateUsage]  has no public getter
         assert before is not None, "load_policy sets it"
         policy.set_attn_implementation(_LISTENING)
         try:
@@ -90,7 +93,8 @@ def _largest(seen: list[torch.Tensor]) -> float:
 
 
 def scales_of(amax_3L: torch.Tensor, version: int) -> KvScales:
-    q, k, v = (tuple(kv_scale(amax, _MARGIN) for amax in row) for row in amax_3L.tolist())
+    rows: list[list[float]] = amax_3L.tolist()
+    q, k, v = (tuple(kv_scale(amax, _MARGIN) for amax in row) for row in rows)
     return KvScales(version=version, q=q, k=k, v=v)
 
 

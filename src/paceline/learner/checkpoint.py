@@ -1,5 +1,8 @@
 """Load and write Hugging Face checkpoints of the policy."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# transformers and safetensors are partially typed.
+
 from __future__ import annotations
 
 import json
@@ -8,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -16,20 +18,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from paceline.files import atomic_directory, write_checksums
-from paceline.weights.check import checkpoint_files
+from paceline.weights.check import checkpoint_files, open_files, tensor_names
 
 
 def load_policy(path: Path) -> tuple[PreTrainedModel, frozenset[str]]:
     """Load the policy in float32 and the names of its checkpoint's tensors. Refuse unsupported architectures."""
-    files = checkpoint_files(path)
-    if not files:
+    if not checkpoint_files(path):
         raise ValueError(
             f"model_path: got {path}; must be a directory with safetensors because other formats can execute code"
         )
-    names: set[str] = set()
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            names.update(tensors.keys())
+    names = tensor_names(path)
     disable_progress_bar()  # would draw one bar per rank over the console
     policy = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
@@ -56,16 +54,15 @@ def load_policy(path: Path) -> tuple[PreTrainedModel, frozenset[str]]:
 
 def read_tensors(path: Path, names: frozenset[str], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield these tensors of a checkpoint, with floats converted to `dtype`."""
-    for file in checkpoint_files(path) if names else ():
-        with safe_open(file, "pt") as tensors:
-            for name in sorted(names.intersection(tensors.keys())):
-                tensor = tensors.get_tensor(name)
-                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+    for tensors in open_files(path) if names else ():
+        for name in sorted(names.intersection(tensors.keys())):
+            tensor = tensors.get_tensor(name)
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def output_head(policy: PreTrainedModel) -> nn.Module:
     head = policy.get_output_embeddings()
-    assert head is not None, "causal models have an output head"
+    assert isinstance(head, nn.Module), "causal models have an output head"
     return head
 
 

@@ -18,6 +18,9 @@ Dimension suffixes: B rollouts, S padded tokens (prompt and response), T padded 
 without padding, D hidden size, V vocabulary, K taps.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# torch and transformers are partially typed.
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
@@ -151,7 +154,7 @@ class FsdpLearner:
                 sums = sums.merge(self._backward(corrected, logp_N, entropy_N, normaliser))
             if not batch.indices:
                 continue
-            columns = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in batch.indices])
+            columns = np.concatenate([np.arange(int(bounds[i]), int(bounds[i + 1])) for i in batch.indices])
             scores[:, torch.from_numpy(columns).to(self._device)] = torch.stack([logp_N.detach(), entropy_N])
             if rows:
                 states |= hidden_states_of(samples, batch.indices, rows, [recorded[tap] for tap in taps], hidden_BSD)
@@ -260,7 +263,7 @@ class FsdpLearner:
         target = Path(path)
         if target.exists():
             raise ValueError(f"path: got {target}, which exists; must be new because checkpoints are never overwritten")
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.weights(dtype):
             if self._rank == 0:  # other ranks only take part in gathering
                 tensors[name] = tensor.contiguous().cpu()

@@ -176,12 +176,8 @@ def _odd_ones(state: GuardState, judged: Mapping[str, EngineGap]) -> tuple[str, 
     if len(judged) == 1:
         sudden = math.inf if state.centre is None or state.raised else _STEEPNESS[Level.RAISE_PRECISION] * limit
         return tuple(name for name, gap in judged.items() if gap.k3 > sudden)
-    found = []
-    for name, gap in judged.items():
-        others = median(other.k3 for other_name, other in judged.items() if other_name != name)
-        if gap.k3 > limit and gap.k3 > _TIMES_OTHERS * others:
-            found.append(name)
-    return tuple(found)
+    others = {name: median(gap.k3 for other, gap in judged.items() if other != name) for name in judged}
+    return tuple(name for name, gap in judged.items() if gap.k3 > max(limit, _TIMES_OTHERS * others[name]))
 
 
 def _answer_noise(state: GuardState, k3: float, can_raise: bool) -> tuple[GuardState, GuardDecision]:

@@ -15,6 +15,9 @@ by a normaliser over the whole minibatch and all ranks, so micro-batches do not 
 Dimension suffixes: B rollouts, T positions of the padded batch.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# torch.Tensor.tolist is untyped.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

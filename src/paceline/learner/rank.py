@@ -1,5 +1,8 @@
 """Set up one learner rank: device, process group and shard of the policy."""
 
+# pyright: reportUnknownMemberType=false
+# torch.manual_seed is untyped.
+
 from __future__ import annotations
 
 from datetime import timedelta

@@ -6,9 +6,12 @@ Dimension suffixes: B rollouts, S padded tokens (prompt and response), T padded 
 without padding, D hidden size, V vocabulary, K taps.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch and transformers are partially typed.
+
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +91,7 @@ class TokenScorer(nn.Module):
 
 
 @contextmanager
-def record_taps(layers: Sequence[nn.Module], taps: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+def record_taps(layers: Sequence[nn.Module], taps: Sequence[int]) -> Generator[dict[int, torch.Tensor]]:
     """Record the outputs of the tapped layers, and the first layer's input for tap 0, during a forward pass.
 
     Hooks are needed because the last of transformers' own hidden states is the normed output, not the last layer's.

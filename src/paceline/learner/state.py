@@ -7,6 +7,9 @@ torch.distributed.checkpoint writes and reads the shards, so another number of r
 safetensors, because the default format pickles an index.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch.distributed is partially typed.
+
 from __future__ import annotations
 
 import json
@@ -79,10 +82,7 @@ def read_state(
         load(_tensors(parameters, optimizer), storage_reader=HuggingFaceStorageReader(str(directory)))
     except CheckpointException as error:
         raise PacelineError(f"the learner's state in {directory} does not fit this policy: {error}") from error
-    scales = tree["kv_scales"]
-    if scales is not None:
-        q, k, v = (tuple(scales[part]) for part in "qkv")
-        scales = KvScales(version=scales["version"], q=q, k=k, v=v)
+    scales = None if tree["kv_scales"] is None else KvScales.from_dict(tree["kv_scales"])
     return LearnerCounters(num_updates=tree["num_updates"], num_steps=tree["num_steps"], kv_scales=scales)
 
 

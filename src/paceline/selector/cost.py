@@ -140,7 +140,7 @@ class Acceptance:
             trials = self._recent_trials[j]
             h = (self._accepted[j] + PRIOR_TRIALS * PRIOR_ACCEPTANCE) / (self._trials[j] + PRIOR_TRIALS)
             difference += self._recent_accepted[j] - trials * h
-            # Variance of a sum with weights m^i, from the sum of the weights, plus that of the long memory.
+            # Variance of a sum with weights m^i, from the sum of the weights, plus the variance of the long memory.
             variance += trials * h * (1 - h) * (1 / (1 + SHORT_MEMORY) + trials / (self._trials[j] + PRIOR_TRIALS))
         return difference * difference > SURPRISE**2 * (variance + 0.3)
 
@@ -150,7 +150,10 @@ class Acceptance:
             return
         self._is_fresh = True
         h, survival, coverage, length, tokens = PRIOR_ACCEPTANCE, 1.0, 1.0, 1.0, 1.0
-        conditional, log_variance, covered, lengths, num_tokens = [], [], [], [length], [tokens]
+        conditional: list[float] = []
+        log_variance: list[float] = []
+        covered: list[float] = []
+        lengths, num_tokens = [length], [tokens]
         for j in range(self.max_draft_length):
             prior = NEIGHBOUR_TRIALS if j else PRIOR_TRIALS
             trials = self._trials[j] + prior

@@ -101,7 +101,7 @@ class Measured:
     def __init__(self, model: CostModel, *, max_draft_length: int) -> None:
         self.model = model
         self._max = max_draft_length
-        self._current = 0
+        self._current: int = 0
         self._age = 1e9  # steps since `_current` changed
         self._probe = 0
         self._probe_left = 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -38,6 +39,14 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
+class TensorFile(Protocol):
+    """Typed subset of safetensors' `safe_open`."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint."""
     index = directory / "model.safetensors.index.json"
@@ -47,33 +56,31 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
+def open_files(directory: Path) -> Iterator[TensorFile]:
+    """Open the safetensors files of a checkpoint one after the other."""
+    for file in checkpoint_files(directory):
+        with cast("AbstractContextManager[TensorFile]", safe_open(file, "pt")) as tensors:
+            yield tensors
+
+
 def tensor_names(directory: Path) -> set[str]:
-    """Return the tensor names of a checkpoint from its index or file headers."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return set(json.loads(index.read_text())["weight_map"])
-    names: set[str] = set()
-    for file in directory.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            names.update(tensors.keys())
-    return names
+    """Return the tensor names of a checkpoint from its file headers."""
+    return {name for tensors in open_files(directory) for name in tensors.keys()}  # noqa: SIM118  not a mapping
 
 
 def inventory(checkpoint: str | Path) -> dict[str, TensorSpec]:
     """Return the tensors of a checkpoint, reading only file headers."""
     directory = Path(checkpoint)
-    files = checkpoint_files(directory)
-    if not files:
+    if not checkpoint_files(directory):
         raise ValueError(
             f"model: got {directory}; must be a local directory with safetensors files because pushes are checked "
             "against it"
         )
     specs: dict[str, TensorSpec] = {}
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  safe_open is not a mapping
-                tensor = tensors.get_tensor(name)
-                specs[name] = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
+    for tensors in open_files(directory):
+        for name in tensors.keys():  # noqa: SIM118  not a mapping
+            tensor = tensors.get_tensor(name)
+            specs[name] = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
     return specs
 
 

@@ -5,7 +5,7 @@ They are plain dicts only inside vLLM's rpc (`deliver` and `WorkerExtension.rece
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -76,7 +76,7 @@ class Push:
         every worker checks all received bytes and keeps its shard."""
         scales = {} if self.kv_scales is None else self.kv_scales.named()
         arrived = {entry.name: entry.fingerprint for entry in self.entries}
-        quantised = self.quantised[rank] if self.quantised else {}
+        quantised: Mapping[str, str] = self.quantised[rank] if self.quantised else {}
         return arrived | dict(quantised) | {name: scale_fingerprint(scale) for name, scale in scales.items()}
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,11 +86,10 @@ class Push:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Push:
         with _typed("push"):
-            entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in plain["entries"])
-            scales = plain["kv_scales"]
-            if scales is not None:
-                scales = KvScales(version=scales["version"], **{part: tuple(scales[part]) for part in "qkv"})
-            return cls(**{**plain, "entries": entries, "quantised": tuple(plain["quantised"]), "kv_scales": scales})
+            entries = tuple(TensorEntry(**dict[str, Any](e, shape=tuple(e["shape"]))) for e in plain["entries"])
+            scales = None if plain["kv_scales"] is None else KvScales.from_dict(plain["kv_scales"])
+            parsed = {"entries": entries, "quantised": tuple(plain["quantised"]), "kv_scales": scales}
+            return cls(**dict[str, Any](plain, **parsed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,7 @@ class PushReport:
     version: int
     refused: str | None = None
     """Reason for a refusal; None if the push was applied."""
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = field(default_factory=dict[str, str])
     """Fingerprints of the loaded tensors, quantized layers and KV scales included; empty after a refusal."""
     verify_s: float = 0.0
     load_s: float = 0.0
@@ -116,7 +115,7 @@ class PushReport:
 
 
 @contextmanager
-def _typed(what: str) -> Iterator[None]:
+def _typed(what: str) -> Generator[None]:
     """Convert the errors of a malformed message to ValueError."""
     try:
         yield
