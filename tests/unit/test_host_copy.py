@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.types import PacelineError
-from paceline.weights.host_copy import HostCopy
+from paceline.weights.fingerprint import HostCopy
 
 
 def weights() -> dict[str, torch.Tensor]:

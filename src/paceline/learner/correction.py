@@ -1,6 +1,6 @@
 """Correct the loss for the mismatch between engine and learner probabilities of the same tokens.
 
-The engine draws a token with behaviour log-probability b. The learner computes o before the update and l during it.
+The engine draws a token with behavior log-probability b. The learner computes o before the update and l during it.
 Without correction the loss clips the ratio exp(l - b) against the engine (verl's bypass mode), so the clip also affects
 tokens that only differ by rounding. Correction decouples the two gaps: the clip acts on exp(l - o), the change by the
 update, and the loss of the token is multiplied by a weight computed from
@@ -28,6 +28,7 @@ Legend: N response tokens of all rollouts, concatenated; R rollouts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -139,27 +140,27 @@ def correct(samples: Sequence[Sample], learner_logp: Sequence[Floats], config: C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Diagnostics of one step, from raw ratios."""
+    """Diagnostics of one step, from raw ratios; NaN without tokens."""
 
     num_tokens: int
     """Tokens with a finite ratio, the base of the other figures."""
     num_not_finite: int
-    k1: float
+    k1: float = math.nan
     """Mean of b - o: the plain estimate of KL(engine || learner), possibly negative."""
-    k3: float
+    k3: float = math.nan
     """Mean of rho - 1 - log rho: equal in expectation, never negative, with lower variance."""
-    chi_square: float
+    chi_square: float = math.nan
     """Mean of (rho - 1)^2, an estimate of the variance of the ratio."""
-    effective_share: float
+    effective_share: float = math.nan
     """Effective sample size over the number of tokens, in (0, 1]: (sum rho)^2 / (N sum rho^2)."""
-    ratio_mean: float
+    ratio_mean: float = math.nan
     """1 in expectation. Clearly lower values mean that the engine truncates its distribution (top-p, top-k)."""
-    probability_error: float
+    probability_error: float = math.nan
     """Mean of exp|log rho|, NeMo-RL's `token_mult_prob_error`; it accepts up to 1.05 between equal precisions."""
-    perplexity_ratio: float
+    perplexity_ratio: float = math.nan
     """Learner over engine, geometric mean over rollouts; above 1 the learner is less confident."""
-    max_abs: float
-    clip_share: float
+    max_abs: float = math.nan
+    clip_share: float = math.nan
     """Share of tokens with a ratio outside [1 / cap, cap]."""
     quantiles: Mapping[str, float]
     """Quantiles of rho."""
@@ -184,22 +185,8 @@ def diagnose(ratios: Ratios, *, cap: float = 2.0) -> Diagnosis:
     log_N = ratios.clamped_N[finite_N]
     num_tokens = len(log_N)
     if not num_tokens:
-        nothing = dict.fromkeys(_QUANTILES, np.nan)
-        none = np.nan
-        return Diagnosis(
-            num_tokens=0,
-            num_not_finite=len(ratios.log_N),
-            k1=none,
-            k3=none,
-            chi_square=none,
-            effective_share=none,
-            ratio_mean=none,
-            probability_error=none,
-            perplexity_ratio=none,
-            max_abs=none,
-            clip_share=none,
-            quantiles=nothing,
-        )
+        unknown = dict.fromkeys(_QUANTILES, math.nan)
+        return Diagnosis(num_tokens=0, num_not_finite=len(ratios.log_N), quantiles=unknown)
     excess_N = np.expm1(log_N)  # rho - 1 without cancellation near 1
     ratio_N, absolute_N = excess_N + 1, np.abs(log_N)
     count_R, sum_R = np.bincount(ratios.rollout_N[finite_N]), np.bincount(ratios.rollout_N[finite_N], log_N)

@@ -163,7 +163,7 @@ def restore_weights(worker: Any, put_back: bool) -> dict[str, int]:
 
 def _guarded(worker: Any, do: Callable[[Any, Mapping[str, Any]], dict[str, int]]) -> dict[str, int]:
     try:
-        from paceline.weights.host_copy import HostCopy  # needs xxhash, which a host may lack
+        from paceline.weights.fingerprint import HostCopy  # needs xxhash, which a host may lack
 
         worker = getattr(worker, "worker", worker)  # vLLM passes the worker's wrapper
         if not hasattr(worker, _KEPT):
