@@ -209,7 +209,6 @@ class Sample:
 
     @classmethod
     def of_prompt(cls, prompt: Prompt) -> Sample:
-        """Return a prompt without a response."""
         tokens, nothing = prompt.token_ids, np.empty(0, np.float32)
         return cls(token_ids=tokens, num_prompt_tokens=len(tokens), logp=nothing, advantage=0.0)
 
@@ -314,9 +313,7 @@ class Engine(Protocol):
         """Return draft counts over time since the last call; empty without speculation."""
         ...
 
-    async def close(self) -> None:
-        """Stop the engine and all of its processes."""
-        ...
+    async def close(self) -> None: ...
 
 
 class Learner(Protocol):

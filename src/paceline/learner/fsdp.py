@@ -111,7 +111,6 @@ class FsdpLearner:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key-value heads per layer."""
         text = self._scorer.policy.config.get_text_config()
         return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 

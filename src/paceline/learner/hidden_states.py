@@ -66,7 +66,6 @@ class HiddenStateTap:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenStateWriterSettings:
     directory: Path
-    """Buffer directory."""
     taps: tuple[int, ...]
     buffer: BufferConfig
 

@@ -59,7 +59,6 @@ class Step:
 
     @property
     def num_accepted(self) -> int:
-        """Accepted draft tokens."""
         return sum(self.accepted_at)
 
 

@@ -56,7 +56,6 @@ class Conditions(Section):
     model: Mapping[str, Any]
     """Shape of the policy, by the keys of its config.json."""
     drafter: str
-    """Kind of the drafter."""
     machine: str
     """GPUs by name and number, or the CPU's model and cores."""
     vllm: str

@@ -216,8 +216,6 @@ class Measured:
 
 
 class Table:
-    """A draft length for each batch size."""
-
     def __init__(self, draft_lengths: list[int]) -> None:
         self._draft_lengths = draft_lengths
         self._chosen = 0

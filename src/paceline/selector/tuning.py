@@ -30,7 +30,6 @@ class Tuning:
         return sorted({k for _, k in self.cells})
 
     def rate(self, batch: int, k: int) -> float:
-        """Tokens per second."""
         steps = self.cells[batch, k]
         return sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps)
 

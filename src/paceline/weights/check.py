@@ -48,7 +48,6 @@ class TensorFile(Protocol):
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         # Some repositories have the same weights twice under other file names; the index lists the files that count.

@@ -160,8 +160,6 @@ class DistributedSender:
 
 
 class DistributedReceiver:
-    """One worker of one engine."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._group: _ProcessGroup | None = None

@@ -70,7 +70,6 @@ def reference_fingerprints(layer: str, shards: Sequence[torch.Tensor]) -> list[d
 
 
 def by_worker(references: Iterable[Sequence[Mapping[str, str]]]) -> tuple[dict[str, str], ...]:
-    """Merge the fingerprints of all layers per worker."""
     return tuple(
         {name: value for layer in layers for name, value in layer.items()} for layers in zip(*references, strict=True)
     )

@@ -124,7 +124,6 @@ def _typed(what: str) -> Generator[None]:
 
 
 def check_staged(version: int, entries: Sequence[TensorEntry]) -> None:
-    """Raise ValueError for a negative version or an empty push."""
     if version < 0:
         raise ValueError(f"version: got {version}; must be 0 or more because versions count policy updates")
     if not entries:

@@ -100,7 +100,6 @@ class ShmSender:
 
 
 def free_bytes() -> int:
-    """Return the free space in shared memory."""
     free = os.statvfs(SHARED_MEMORY)
     return free.f_bavail * free.f_frsize
 
