@@ -25,7 +25,7 @@ for version in "${versions[@]}"; do
   tests=(tests/engine/test_scheduler.py tests/engine/test_hosts.py)
   # The canaries first: they say in seconds what has moved. tests/engine/test_internals*.py needs no engine.
   case $version in 0.2?.*) ;; *)
-    tests=(tests/engine/test_internals*.py tests/unit/test_sampler_fix.py "${tests[@]}" tests/engine/test_transfer.py) ;;
+    tests=(tests/engine/test_internals*.py tests/unit/rollout/test_sampler_fix.py "${tests[@]}" tests/engine/test_transfer.py) ;;
   esac
   PYTHONPATH=$scratch/$version:src "$python" -m pytest -q -p no:cacheprovider "${tests[@]}" || failed=1
   rm -rf "${scratch:?}/$version"

@@ -1,3 +1,3 @@
 """Paceline: fast rollouts for RL post-training, on stock engines, with proof."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

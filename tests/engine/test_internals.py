@@ -212,7 +212,7 @@ def test_amx_is_asked_for_by_names_that_torch_has() -> None:
 
 
 def test_statistics_carry_our_figures_where_there_is_no_lora() -> None:
-    """tests/unit/test_stat_logger.py sends them through vLLM's encoder; here nobody else may read them."""
+    """tests/unit/rollout/test_stat_logger.py sends them through vLLM's encoder; here nobody else may read them."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics import loggers
     from vllm.v1.metrics.stats import SchedulerStats

@@ -1,7 +1,7 @@
 """Siblings together on real engines: a prompt is read once, not once by every engine.
 
-`PACELINE_PAIRS=3 pytest -s tests/engine/test_siblings.py` shows the figures; tests/unit/test_siblings.py has a
-simulated fleet of 64."""
+`PACELINE_PAIRS=3 pytest -s tests/engine/test_siblings.py` shows the figures.
+tests/unit/orchestrator/test_siblings.py has a simulated fleet of 64."""
 
 from __future__ import annotations
 

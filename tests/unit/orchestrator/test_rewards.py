@@ -316,9 +316,7 @@ def test_run_ends_at_once_while_a_reward_hangs_and_takes_its_processes_along(
     tmp_path: Path, number: int, wait: str
 ) -> None:
     (tmp_path / "reward.py").write_text(HANGING.format(directory=str(tmp_path), wait=wait))
-    script = DRIVER.format(
-        path=[str(folder) for folder in Path(__file__).parents[:2]], spec=f"{tmp_path}/reward.py:reward"
-    )
+    script = DRIVER.format(path=[str(Path(__file__).parents[up]) for up in (0, 2)], spec=f"{tmp_path}/reward.py:reward")
     driver = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     try:
         while len(pids := [file.name.partition("-")[2] for file in tmp_path.glob("pid-*")]) < 4:

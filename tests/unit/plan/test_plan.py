@@ -40,7 +40,7 @@ from paceline.plan.run_model import Scenario, simulate
 from paceline.selector import select
 from paceline.selector.cost_file import Conditions, Costs, save_costs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "src" / "paceline"
 
 

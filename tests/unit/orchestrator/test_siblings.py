@@ -1,6 +1,6 @@
 """Siblings together: what keeping a group on one engine saves, on a simulated fleet that reads prompts.
 
-`pytest -s tests/unit/test_siblings.py` shows the figures."""
+`pytest -s tests/unit/orchestrator/test_siblings.py` shows the figures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A flipped bit is found in every kind of file that a run writes and reads again, whichever bit it is.
 
-`PACELINE_FLIPS=1000 pytest tests/unit/test_damage.py` plants as many in each kind; without it a few.
+`PACELINE_FLIPS=1000 pytest tests/unit/drafters/test_damage.py` plants as many in each kind; without it a few.
 """
 
 from __future__ import annotations

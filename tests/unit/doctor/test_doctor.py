@@ -154,7 +154,7 @@ ALL = [check for checks in doctor.CHECKS.values() for check in checks]
 
 
 def test_every_check_has_a_title_advice_and_a_line_in_the_docs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text(encoding="utf-8")
     for checks in doctor.CHECKS.values():
         for check, advice in checks.items():
             assert check.__doc__ and advice, check.__name__

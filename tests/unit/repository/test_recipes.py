@@ -13,7 +13,7 @@ import pytest
 from paceline.rollout.internals.version import OLDEST_HOST, is_known
 from paceline.rollout.speculation import SCHEDULER
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "check-recipes.py"))
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 FOUND: dict[str, dict[str, Any]] = json.loads((ROOT / "docs" / "recipes" / "keys.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-VERDICT = Path(__file__).resolve().parents[2] / "scripts" / "hosts-verdict.py"
+VERDICT = Path(__file__).resolve().parents[3] / "scripts" / "hosts-verdict.py"
 STEPS = 12
 Step = dict[str, Any]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "check-hooks.py"))
+SCRIPT = runpy.run_path(str(Path(__file__).resolve().parents[3] / "scripts" / "check-hooks.py"))
 
 
 def write_package(directory: Path, *, without: str = "") -> Path:

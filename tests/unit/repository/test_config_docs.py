@@ -9,7 +9,7 @@ import pytest
 
 from paceline.config import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_config_page_is_up_to_date() -> None:

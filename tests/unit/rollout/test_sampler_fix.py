@@ -1,4 +1,4 @@
-"""What sampler_fix, version and amx say about the installed vLLM, and that it would say otherwise of another."""
+"""Probes of the installed vLLM: the sampler's fault, its version and AMX."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from paceline.rollout import plugin
-from paceline.rollout.internals import amx, sampler_fix
+from paceline.rollout.internals import sampler_fix
 from paceline.rollout.internals import version as versions
+from paceline.rollout.internals.platform import initialise_amx
 
 pytest.importorskip("vllm", reason="asks the installed vLLM")
 
@@ -99,7 +100,7 @@ def test_sampler_without_dispatchers_is_mended(monkeypatch: pytest.MonkeyPatch) 
 
 def test_amx_is_initialised_where_the_cpu_has_it() -> None:
     flags = Path("/proc/cpuinfo").read_text().split()
-    assert amx.initialise_amx() == ("amx_tile" in flags)
+    assert initialise_amx() == ("amx_tile" in flags)
 
 
 def test_plugin_can_be_loaded_twice() -> None:

@@ -1,7 +1,7 @@
 """A run of many steps needs no more memory and disk than a short one: the real loop, over simulated ends.
 
-`PACELINE_STEPS=10000 pytest -s tests/unit/test_long_runs.py` runs as many steps and shows the figures; without it
-fewer, within a smaller bound.
+`PACELINE_STEPS=10000 pytest -s tests/unit/orchestrator/test_long_runs.py` runs that many steps and prints the figures.
+Without it, there are fewer steps and a smaller bound.
 """
 
 from __future__ import annotations

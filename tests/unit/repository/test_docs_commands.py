@@ -13,20 +13,20 @@ from benchmarks import __main__ as benchmarks
 from paceline import cli
 from paceline.config import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 RUN_BY = {
     "train": "e2e/test_cluster.py",
-    "report": "unit/test_drafter_report.py",
-    "plan": "unit/test_cli.py",
+    "report": "unit/report/test_drafter_report.py",
+    "plan": "unit/cli/test_cli.py",
     "doctor": "engine/test_doctor.py",
     "demo": "engine/test_commands.py",
     "tune": "engine/test_commands.py",
     "draft train": "engine/test_commands.py",
     "certify": "engine/test_commands.py",
     "certify logp": "engine/test_commands.py",
-    "export drafter": "unit/test_export.py",
-    "explain": "unit/test_hosts.py",
+    "export drafter": "unit/drafters/test_export.py",
+    "explain": "unit/rollout/test_hosts.py",
     "sidecar": "engine/test_sidecar.py",
 }
 """The test that runs a command as users do. A bench takes too long for that: its recorded result stands for it."""

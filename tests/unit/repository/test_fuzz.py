@@ -1,7 +1,7 @@
 """Inputs that nobody would write: whatever comes in, a result or an error with a message comes out, and nothing else.
 
-    pytest tests/unit/test_fuzz.py                          300 inputs of each kind, the same every time
-    PACELINE_FUZZ=10000 pytest tests/unit/test_fuzz.py      more of them
+    pytest tests/unit/repository/test_fuzz.py                          300 inputs of each kind, the same every time
+    PACELINE_FUZZ=10000 pytest tests/unit/repository/test_fuzz.py      more of them
 
 A kind is a function under `@fuzzed` that makes an input from a random generator and reads it. Number n of a kind is
 always the same input, so a failure names what `once(kind, n, directory)` does again.
@@ -30,7 +30,7 @@ from paceline.types import PacelineError
 from paceline.weights.message import Push, PushReport, TensorEntry
 
 COUNT = int(os.environ.get("PACELINE_FUZZ", "300"))
-CONFIGS = Path(__file__).parents[2] / "src" / "paceline" / "configs"
+CONFIGS = Path(__file__).parents[3] / "src" / "paceline" / "configs"
 
 Kind = Callable[[random.Random, Path], object]
 KINDS: list[Any] = []

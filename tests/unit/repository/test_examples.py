@@ -18,7 +18,7 @@ from paceline.orchestrator.reward_worker import load
 from paceline.orchestrator.task import load_task
 from paceline.types import Tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GSM8K = ROOT / "examples" / "gsm8k"
 
 

@@ -21,7 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from paceline.rollout.internals import stats_channel
 from paceline.rollout.stat_logger import StatLogger
 
-PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 WITHOUT_LORA: Any = SimpleNamespace(lora_config=None, model_config=SimpleNamespace(served_model_name="policy"))
 FIGURES = {"selector/failures": 3.0, "rollout/accepted_length": 2.25, "selector/expected_gain": float("nan")}
 
