@@ -209,7 +209,9 @@ class BatchLog:
         tokens, logp = np.split(tensors["token_ids"], ends), np.split(tensors["logp"], ends)
         columns: dict[str, list[Any]] = json.loads(metadata["rollouts"])
         columns |= {name: [time_s + self._began_s for time_s in columns[name]] for name in _TIMES}
-        columns["version_spans"] = [tuple(map(tuple, spans)) for spans in columns["version_spans"]]
+        columns["version_spans"] = [
+            tuple((version, num) for version, num in spans) for spans in columns["version_spans"]
+        ]
         columns |= {"token_ids": tokens, "logp": logp}
         group_id = GroupId.parse(metadata["group_id"])
         rollouts = [

@@ -15,7 +15,7 @@ waits of the loop have deadlines.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -78,7 +78,7 @@ class OnlineDrafterTraining:
         self._update_cost_s = 0.0
 
     @asynccontextmanager
-    async def running(self, journal: Journal) -> AsyncIterator[None]:
+    async def running(self, journal: Journal) -> AsyncGenerator[None]:
         self._journal = journal
         try:
             async with self._slots.running(journal):

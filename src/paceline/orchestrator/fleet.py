@@ -63,12 +63,12 @@ class _Mailbox:
     """Messages for one engine, and the two tasks that communicate with it."""
 
     engine: Engine
-    outbox: list[RolloutRequest] = field(default_factory=list)
-    aborts: list[RolloutId] = field(default_factory=list)
+    outbox: list[RolloutRequest] = field(default_factory=list[RolloutRequest])
+    aborts: list[RolloutId] = field(default_factory=list[RolloutId])
     """Rollouts to abort."""
     mail: asyncio.Event = field(default_factory=asyncio.Event)
     work: asyncio.Event = field(default_factory=asyncio.Event)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
 
 
 class Fleet:

@@ -62,7 +62,7 @@ class Batch:
     total: int
     group_ids: tuple[GroupId, ...]
     listener: GroupListener | None = None
-    groups: dict[GroupId, Group] = field(default_factory=dict)
+    groups: dict[GroupId, Group] = field(default_factory=dict[GroupId, Group])
     done: int = 0
     num_tokens: int = 0
     finished: asyncio.Event = field(default_factory=asyncio.Event)

@@ -11,7 +11,7 @@ fingerprints, which is the moment in which it joins.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import Protocol
 
@@ -69,7 +69,7 @@ class Healing:
         members.on_joined(self._joined)
 
     @asynccontextmanager
-    async def running(self, journal: Journal) -> AsyncIterator[None]:
+    async def running(self, journal: Journal) -> AsyncGenerator[None]:
         self._journal = journal
         self._members.healed = self._running = True
         self._supervisor.begin(self._clock_s)

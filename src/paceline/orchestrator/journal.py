@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 from paceline.files import sha256_of
@@ -53,7 +53,7 @@ class Journal:
         self._step_began_s = asyncio.get_running_loop().time()
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Generator[None]:
         """Record the start of a stage of the step, and time it."""
         began_s = asyncio.get_running_loop().time()
         self._recorder.write("stage", {"step": self.step, "stage": name, "time_s": self.elapsed_s()})
@@ -98,26 +98,28 @@ class Journal:
             rollout.engine for rollout in rollouts
         }  # idle and lost ones as well
         index_of = {name: index for index, name in enumerate(sorted(names))}
+        start_s = [round(rollout.started_s - self.run_began_s, 4) for rollout in rollouts]
+        end_s = [round(rollout.finished_s - self.run_began_s, 4) for rollout in rollouts]
         columns = {
             "group": [str(rollout.group_id) for rollout in rollouts],
             "index": [rollout.index for rollout in rollouts],
             "engine": [index_of[rollout.engine] for rollout in rollouts],
-            "start_s": [round(rollout.started_s - self.run_began_s, 4) for rollout in rollouts],
-            "end_s": [round(rollout.finished_s - self.run_began_s, 4) for rollout in rollouts],
+            "start_s": start_s,
+            "end_s": end_s,
             "length": lengths,
             "reward": flat,
         }
         sha256 = _checksum(rollouts, flat)
         self._recorder.write("rollouts", {"step": self.step, "engines": list(index_of), "sha256": sha256, **columns})
-        begin_s, end_s = min(columns["start_s"]), max(columns["end_s"])
+        makespan_s = max(end_s) - min(start_s)
         add = self.metrics.add
         add("reward/mean", Mean.of_known(flat))
         add("rollout/length_mean", Mean.of(lengths))
         add("rollout/length_max", Max(max(lengths)))
         add("rollout/num_tokens", Sum(sum(lengths)))
         add("rollout/truncated_share", Mean.of([float(rollout.finish_reason == "length") for rollout in rollouts]))
-        add("rollout/makespan_s", Sum(end_s - begin_s))
-        add("rollout/tokens_per_s", Mean(sum(lengths), end_s - begin_s))
+        add("rollout/makespan_s", Sum(makespan_s))
+        add("rollout/tokens_per_s", Mean(sum(lengths), makespan_s))
         if verifications := sum(rollout.num_verifications for rollout in rollouts):
             accepted = sum(rollout.num_accepted for rollout in rollouts)
             add("rollout/accepted_length", Mean(verifications + accepted, verifications))

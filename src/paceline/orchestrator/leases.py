@@ -174,7 +174,7 @@ class Account:
     """CPU time that workers used without a lease, reported by the owners of their processes."""
     stall_s: float = 0.0
     """Time in which rollouts waited for their engine, or the run for the end of leases."""
-    recall_s: list[float] = field(default_factory=list)
+    recall_s: list[float] = field(default_factory=list[float])
     """Times from rollouts for a sleeping engine until it was awake, since the last report."""
 
 

@@ -1,10 +1,10 @@
 """Track rollouts through engine failures so that each one counts exactly once.
 
-A rollout is pending, assigned to one engine, or done. An engine that is lost
-returns its unfinished rollouts to the queue. Its later deliveries are refused: they may come from a half-written
-policy, and their rollouts are assigned elsewhere by then.
+A rollout is pending, assigned to one engine, or done. A lost engine returns its unfinished rollouts to the queue. Its
+later deliveries are refused: they may come from a half-written policy, and their rollouts are assigned elsewhere by
+then.
 
-Siblings share a prompt, which an engine reads once for all of them. So if rollouts are assigned `together`, an engine
+Siblings share a prompt, which an engine reads once. So if rollouts are assigned `together`, an engine
 continues its group, then begins a group that no engine has, and only then joins the group of another engine. Otherwise
 siblings are distributed in turn.
 
@@ -18,20 +18,23 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.types import Group, GroupId, Prompt, Rollout, RolloutId, RolloutRequest
 
 MAX_LOSSES = 2
 """Lost engines that make a rollout a suspect."""
+_Rank = tuple[int, float]
+"""Batch and negative expected length of a group; the lowest is assigned first."""
+_Queued = tuple[_Rank, int, GroupId]
+"""Rank, age and id of a group."""
 
 
 @dataclass(slots=True)
 class _OpenGroup:
     group_id: GroupId
     prompt: Prompt
-    rank: tuple[int, float]
-    """Batch and negative expected length; the lowest is assigned first."""
+    rank: _Rank
     pending: deque[RolloutRequest]
     """Without suspects."""
     rollouts: list[Rollout | None]
@@ -54,25 +57,25 @@ class Dropped:
     """Its unfinished rollouts by engine."""
 
 
-@dataclass(slots=True)
 class Ledger:
     """Assigns groups in order of (batch, longest expected first, age), and suspects last."""
 
-    num_duplicates: int = 0
-    """Refused deliveries: of a finished rollout, or by an engine to which it was not assigned."""
-    num_redispatched: int = 0
-    _groups: dict[GroupId, _OpenGroup] = field(default_factory=dict)
-    _free: list[tuple[tuple[int, float], int, GroupId]] = field(default_factory=list)
-    """Rank, age and id of groups that no engine continues. Entries here and below may be outdated."""
-    _taken: list[tuple[tuple[int, float], int, GroupId]] = field(default_factory=list)
-    _group_of: dict[str, GroupId] = field(default_factory=dict)
-    """The group that each engine continues."""
-    _num_pending: int = 0
-    _suspects: list[tuple[tuple[int, float], int, RolloutRequest]] = field(default_factory=list)
-    _assigned: dict[RolloutId, tuple[str, RolloutRequest]] = field(default_factory=dict)
-    _by_engine: dict[str, set[RolloutId]] = field(default_factory=dict)
-    _losses: dict[RolloutId, int] = field(default_factory=dict)
-    _age: int = 0
+    def __init__(self) -> None:
+        self.num_duplicates = 0
+        """Refused deliveries: of a finished rollout, or by an engine to which it was not assigned."""
+        self.num_redispatched = 0
+        self._groups: dict[GroupId, _OpenGroup] = {}
+        self._free: list[_Queued] = []
+        """Groups that no engine continues. Entries here and below may be outdated."""
+        self._taken: list[_Queued] = []
+        self._group_of: dict[str, GroupId] = {}
+        """The group that each engine continues."""
+        self._num_pending = 0
+        self._suspects: list[tuple[_Rank, int, RolloutRequest]] = []
+        self._assigned: dict[RolloutId, tuple[str, RolloutRequest]] = {}
+        self._by_engine: dict[str, set[RolloutId]] = {}
+        self._losses: dict[RolloutId, int] = {}
+        self._age = 0
 
     @property
     def num_pending(self) -> int:
@@ -136,7 +139,7 @@ class Ledger:
         return Group(group_id=group_id, prompt=group.prompt, rollouts=tuple(r for r in group.rollouts if r is not None))
 
     def has_begun(self, group_id: GroupId) -> bool:
-        """Return whether the group is open and an engine has had a rollout of it."""
+        """Return whether the group is open and an engine has received one of its rollouts."""
         return group_id in self._groups and self._groups[group_id].has_begun
 
     def load(self, engine: str) -> int:
@@ -200,7 +203,7 @@ class Ledger:
                 self._enter(self._taken, chosen)
         return chosen
 
-    def _first(self, queue: list[tuple[tuple[int, float], int, GroupId]], *, is_taken: bool) -> _OpenGroup | None:
+    def _first(self, queue: list[_Queued], *, is_taken: bool) -> _OpenGroup | None:
         while queue:
             group = self._groups.get(queue[0][-1])
             if group is not None and group.pending and group.is_taken == is_taken:
@@ -212,7 +215,7 @@ class Ledger:
         group.is_taken = False
         self._enter(self._free, group)
 
-    def _enter(self, queue: list[tuple[tuple[int, float], int, GroupId]], group: _OpenGroup) -> None:
+    def _enter(self, queue: list[_Queued], group: _OpenGroup) -> None:
         self._age += 1
         heapq.heappush(queue, (group.rank, self._age, group.group_id))
 

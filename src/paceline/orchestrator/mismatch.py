@@ -76,7 +76,7 @@ class MismatchMonitor:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         guard = state["guard"]
-        self._state = GuardState(**{**guard, "past": tuple(guard["past"]), "level": Level(guard["level"])})
+        self._state = replace(GuardState(**guard), past=tuple(guard["past"]), level=Level(guard["level"]))
         self._level = Level(state["level"])
 
     async def judge(self, samples: Sequence[Sample], scores: Scores, *, version: int) -> Judgement:

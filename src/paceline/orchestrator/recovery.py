@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class Recovery:
         return num_dropped
 
     @asynccontextmanager
-    async def running(self, journal: Journal, drafter: OnlineDrafter) -> AsyncIterator[None]:
+    async def running(self, journal: Journal, drafter: OnlineDrafter) -> AsyncGenerator[None]:
         """Restore drafter training and keep the log open; write what it has queued however the block ends."""
         self._journal = journal
         if self.tree is not None and self.path is not None:

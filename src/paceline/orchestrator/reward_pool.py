@@ -23,7 +23,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from paceline.config import UserData
 from paceline.metrics import Recorder
@@ -249,7 +249,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         answer = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return answer if isinstance(answer, dict) else None
+    return cast("dict[str, Any]", answer) if isinstance(answer, dict) else None
 
 
 def _kill(group: int) -> None:

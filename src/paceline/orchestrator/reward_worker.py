@@ -31,6 +31,8 @@ from typing import Any, BinaryIO
 
 _MOST_CHARACTERS = 2000
 """Maximum length of an error message."""
+Call = Callable[[str, str, Any], Any]
+"""Reward function of a prompt, a completion and a row."""
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 
 
@@ -50,7 +52,7 @@ def main() -> None:
         _write(outgoing, _answer(call, json.loads(line)))
 
 
-def load(where: str, name: str) -> tuple[Callable[..., Any], bool]:
+def load(where: str, name: str) -> tuple[Call, bool]:
     """Import a function from a file or module; return it as `call(prompt, completion, row)`, and whether it takes the
     row. Raise ValueError if it cannot be used."""
     try:
@@ -124,7 +126,7 @@ def _limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _answer(call: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
+def _answer(call: Call, request: dict[str, Any]) -> dict[str, Any]:
     try:
         reward = float(call(request["prompt"], request["completion"], request.get("row")))
     except MemoryError:

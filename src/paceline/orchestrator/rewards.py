@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -61,7 +61,7 @@ class Scoring:
 
 
 @asynccontextmanager
-async def open_scorer(reward: Reward | UserReward, tokenizer: Tokenizer, recorder: Recorder) -> AsyncIterator[Score]:
+async def open_scorer(reward: Reward | UserReward, tokenizer: Tokenizer, recorder: Recorder) -> AsyncGenerator[Score]:
     """Yield a function that scores groups; the reward processes end with the block."""
     if not isinstance(reward, UserReward):
         yield scorer(reward, tokenizer)

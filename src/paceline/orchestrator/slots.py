@@ -12,7 +12,7 @@ engine that fails to sleep, to stop its trainer or to wake is lost, because roll
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -91,7 +91,7 @@ class Slots:
         return self._leases.account
 
     @asynccontextmanager
-    async def running(self, journal: Journal) -> AsyncIterator[None]:
+    async def running(self, journal: Journal) -> AsyncGenerator[None]:
         """Run the trainers and the leases' timers inside the context."""
         self._journal = journal
         self._span_began = dict.fromkeys(self._trainers, ("idle", _now_s()))

@@ -12,7 +12,7 @@ without running code.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ class Store:
         remove_partials(self._directory)
 
     @contextmanager
-    def writing(self, step: int, facts: Mapping[str, Any]) -> Iterator[Path]:
+    def writing(self, step: int, facts: Mapping[str, Any]) -> Generator[Path]:
         """Yield a directory to fill. When the block ends, it is checksummed, synced to disk and renamed to the
         checkpoint of this step; older checkpoints are then removed."""
         with atomic_directory(self._path(step), durable=True) as partial:

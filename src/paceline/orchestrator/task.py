@@ -6,8 +6,9 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import TypeGuard, cast
 
 import numpy as np
 
@@ -41,8 +42,8 @@ class Task:
 
 def make_prompt(identity: str, content: object, row: Row, tokenizer: Tokenizer) -> Prompt:
     """Make a prompt of a text, or of messages ({"role", "content"}) with the tokenizer's chat template."""
-    is_chat = isinstance(content, list) and bool(content)
-    text = _chat(cast("list[dict[str, str]]", content), tokenizer) if is_chat else content
+    is_chat = _is_chat(content)
+    text = _chat(content, tokenizer) if is_chat else content
     if not isinstance(text, str):
         raise ValueError(f"got {content!r:.60}; must be a text or a list of messages")
     try:
@@ -51,6 +52,10 @@ def make_prompt(identity: str, content: object, row: Row, tokenizer: Tokenizer) 
         raise ValueError(f"got {text[:60]!r}, which contains half of a surrogate pair; must be valid Unicode") from None
     token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)  # chat templates include them
     return Prompt(id=identity, text=text, token_ids=np.asarray(token_ids, np.int32), row=row)
+
+
+def _is_chat(content: object) -> TypeGuard[list[dict[str, str]]]:
+    return isinstance(content, list) and content != []
 
 
 def _chat(messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
@@ -118,17 +123,17 @@ def _load_rows(data: JsonlData | HubData, num_heldout: int) -> tuple[list[Locate
 
 def _read_datasets(data: HubData) -> list[Located]:
     try:
-        from datasets import config, load_dataset, load_from_disk  # pyright: ignore[reportMissingImports]
+        datasets = import_module("datasets")  # untyped
     except ImportError:
         raise ValueError("data.kind: got datasets, which is not installed; pip install 'paceline[datasets]'") from None
     what = f"{data.path!r} with split {data.split!r}"
     try:
         if (Path(data.path) / "state.json").is_file():
-            rows = list(load_from_disk(data.path))
+            rows = list(datasets.load_from_disk(data.path))
         else:
-            rows = list(load_dataset(data.path, split=data.split))
+            rows = list(datasets.load_dataset(data.path, split=data.split))
     except Exception as error:
-        advice = _OFFLINE if config.HF_HUB_OFFLINE else _NOT_FOUND
+        advice = _OFFLINE if datasets.config.HF_HUB_OFFLINE else _NOT_FOUND
         raise ValueError(f"data.path: {what} cannot be loaded: {error}. {advice}") from error
     if not rows:
         raise ValueError(f"data.path: {what} has no rows; must have at least one")
