@@ -18,7 +18,7 @@ from paceline.config import EngineConfig
 from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.groups import Sampling
 from paceline.orchestrator.members import Members
-from paceline.orchestrator.online_drafter import Off
+from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.rollout.engine import VllmEngine
 from paceline.types import Prompt
 
@@ -47,7 +47,9 @@ def test_a_prompt_is_read_once(runner: asyncio.Runner, two_cpus: list[int]) -> N
             for number in range(NUM_GROUPS)
         ]
         before, began_s = await prompt_tokens(engines), time.monotonic()
-        async with Fleet(Members(engines), Off(), max_in_flight=max_in_flight, on_lost=lambda *_: None) as fleet:
+        async with Fleet(
+            Members(engines), OnlineDrafter(), max_in_flight=max_in_flight, on_lost=lambda *_: None
+        ) as fleet:
             sampling = Sampling(group_size=GROUP_SIZE, temperature=1.0, max_tokens=RESPONSE_TOKENS)
             assert len(await fleet.open(prompts, sampling).wait()) == NUM_GROUPS
         seconds = time.monotonic() - began_s

@@ -46,7 +46,7 @@ from paceline.orchestrator.drafter_switch import DrafterSwitch
 from paceline.orchestrator.drafter_training import OnlineDrafterTraining
 from paceline.orchestrator.healing import Healing
 from paceline.orchestrator.members import Members, place_of
-from paceline.orchestrator.online_drafter import Off, OnlineDrafter
+from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.types import PacelineError, Receipt
 
 _ABANDON_DEADLINE_S = 1.0
@@ -73,7 +73,7 @@ class Cluster:
         self.learner = learner
         self.sender = sender
         self.members = members
-        self.drafter: OnlineDrafter = Off()
+        self.drafter: OnlineDrafter = OnlineDrafter()
         self.trainers: Sequence[RemoteTrainer] = ()
         self.healer = Healing(members, self, max_restarts=max_restarts)
 

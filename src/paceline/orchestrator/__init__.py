@@ -1,1 +1,1 @@
-"""Who runs when: the training loop and what it conducts, over protocols."""
+"""Training loop and its parts, over protocols."""

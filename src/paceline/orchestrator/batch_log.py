@@ -121,8 +121,7 @@ class BatchLog:
         return found
 
     def forget(self, *, step: int, num_opened: int, still_open: Collection[int]) -> None:
-        """Remove what a checkpoint of this step covers: its steps, and those of the first `num_opened` groups that are
-        not open."""
+        """Remove the steps up to `step` and the first `num_opened` groups, except open ones: a checkpoint has them."""
 
         def covered(name: str) -> bool:
             number = _number(name)

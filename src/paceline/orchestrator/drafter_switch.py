@@ -9,13 +9,12 @@ drafts from history to its end. A run that resumes after its switch switches at 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from paceline.drafters.switch import SwitchDecision, SwitchMonitor
-from paceline.orchestrator.journal import Journal
+from paceline.orchestrator.journal import Journal, clock_s
 from paceline.types import Rollout
 
 
@@ -25,12 +24,10 @@ class DraftingEngines(Protocol):
     @property
     def start_s(self) -> float:
         """Duration of the slowest engine's last start."""
-        ...
 
     async def draft_with(self, *, learned: bool) -> None:
         """Restart all idle engines with the learned drafter or with history; a push of the policy must follow. Raise
         if one does not start."""
-        ...
 
 
 class NoSwitch:
@@ -98,7 +95,7 @@ class DrafterSwitch(NoSwitch):
         self._decision = self._monitor.decide(steps_left=steps_left, start_s=self._engines.start_s)
         if not (self._decision.switch or self._is_due):
             return False
-        began_s = asyncio.get_running_loop().time()
+        began_s = clock_s()
         try:
             await self._engines.draft_with(learned=True)
         except Exception:
@@ -107,7 +104,7 @@ class DrafterSwitch(NoSwitch):
                 await self._engines.draft_with(learned=False)
             raise
         self.on_history = False
-        spent_s = asyncio.get_running_loop().time() - began_s
+        spent_s = clock_s() - began_s
         why = "resumed after a switch" if self._is_due else self._decision.why
         gain_s, cost_s = round(self._decision.gain_s, 4), round(self._decision.cost_s, 4)
         journal.event("drafter_switched", why=why, expected_gain_s=gain_s, cost_s=cost_s, restart_s=round(spent_s, 4))

@@ -27,17 +27,18 @@ from paceline.drafters.failures import MAX_FAILURES, Failures
 from paceline.drafters.provenance import Provenance
 from paceline.orchestrator.drafter_store import DrafterSender, DrafterStore
 from paceline.orchestrator.drafter_switch import NoSwitch
-from paceline.orchestrator.journal import Journal
+from paceline.orchestrator.journal import Journal, clock_s
 from paceline.orchestrator.leases import LEASE_S, Account
 from paceline.orchestrator.members import Members
+from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.orchestrator.slots import Slots, Trainer
 from paceline.types import Engine, Group
 
 _LOOK_AGAIN_S = 0.02
 
 
-class OnlineDrafterTraining:
-    """OnlineDrafter for one run: train on idle engines' devices, or inline after every update."""
+class OnlineDrafterTraining(OnlineDrafter):
+    """Train on idle engines' devices, or inline after every update."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class OnlineDrafterTraining:
         with self._journal.stage("draft"), self._failures.contained("train_inline"):
             if self._config.mode != "inline" or not self._wanted():
                 return
-            began_s = _now_s()
+            began_s = clock_s()
             self._slots.open(training_wanted=True)
             if self._config.inline_slices is None:
                 await asyncio.sleep(self._config.inline_s)
@@ -138,7 +139,7 @@ class OnlineDrafterTraining:
                     while not self._store.slices_made():
                         await asyncio.sleep(_LOOK_AGAIN_S)
             await self.close_phase()
-            self._update_cost_s += _now_s() - began_s
+            self._update_cost_s += clock_s() - began_s
 
     async def switch(self, steps_left: int) -> bool:
         with self._failures.contained("switch"):
@@ -165,15 +166,15 @@ class OnlineDrafterTraining:
         verdict = self._store.verdict(number)
         if self._off or self._failures.given_up or verdict is None or number == self._judged:
             return
-        began_s = _now_s()
+        began_s = clock_s()
         sent = verdict.publish and await self._send(number, verdict.after)
         self._switch.promise(verdict.after if sent else verdict.before)
         self._judged = number
-        self._update_cost_s += _now_s() - began_s
+        self._update_cost_s += clock_s() - began_s
         fields = self._update_fields(number, verdict)
         if sent:
             self._store.keep(number)
-            self._journal.event("drafter_published", **fields, publish_s=round(_now_s() - began_s, 4))
+            self._journal.event("drafter_published", **fields, publish_s=round(clock_s() - began_s, 4))
         else:
             self._journal.event("drafter_refused", **fields, why=verdict.why)
             if not verdict.after >= verdict.before:  # worse, or NaN: discard the round
@@ -303,7 +304,3 @@ class OnlineDrafterTraining:
                 self._lost.synced(promised)
                 return True
         return False
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

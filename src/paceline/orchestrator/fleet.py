@@ -47,15 +47,12 @@ class Lessor(Protocol):
 
     def on_work(self, engine: str) -> None:
         """Note that an idle engine got rollouts."""
-        ...
 
     def on_drained(self, engine: str) -> None:
         """Note that the engine has finished all its rollouts and none wait."""
-        ...
 
     async def awake(self, engine: str) -> None:
         """Wait until the engine can take rollouts."""
-        ...
 
 
 @dataclass(slots=True)

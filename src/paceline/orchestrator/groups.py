@@ -44,15 +44,12 @@ class GroupListener(Protocol):
 
     def on_group(self, group: Group) -> None:
         """Handle a finished group."""
-        ...
 
     def on_dropped(self, group_id: GroupId) -> None:
         """Handle a dropped group."""
-        ...
 
     def on_failure(self, failure: BaseException) -> None:
         """Handle the failure of all open groups."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import Protocol
 
-from paceline.orchestrator.journal import Journal
+from paceline.orchestrator.journal import Journal, clock_s
 from paceline.orchestrator.members import Members, incarnation_name, place_of
 from paceline.orchestrator.supervision import BEAT_S, EngineSupervisor, HealthEvent, RecoveryAction, RecoveryOrder
 from paceline.types import Engine, EngineLostError, Receipt
@@ -28,33 +28,23 @@ class Restarter(Protocol):
 
     async def beat(self, name: str) -> None:
         """Return when the engine shows that it is alive; raise EngineLostError if it is not. No deadline."""
-        ...
 
     async def start(self, name: str) -> None:
         """Start an engine with this name in its place and register it; raise EngineLostError if it does not start."""
-        ...
 
     async def catch_up(self, name: str) -> Receipt:
         """Send the current policy to a registered engine, which joins the members if it holds it."""
-        ...
 
 
-class Healer(Protocol):
-    """Healing as the loop sees it."""
+class Healer:
+    """Healing as the loop sees it. With the base class, lost engines stay lost."""
 
     def running(self, journal: Journal) -> AbstractAsyncContextManager[None]:
         """Heal engines inside the context."""
-        ...
-
-
-class NoHealing:
-    """Lost engines stay lost."""
-
-    def running(self, journal: Journal) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
 
-class Healing:
+class Healing(Healer):
     """Healer for one run."""
 
     def __init__(self, members: Members, restarter: Restarter, *, max_restarts: int) -> None:
@@ -104,10 +94,10 @@ class Healing:
                 await asyncio.sleep(BEAT_S)
 
     async def _keep_time(self) -> None:
-        last_s = _now_s()
+        last_s = clock_s()
         while True:
             await asyncio.sleep(_TICK_S)
-            now_s = _now_s()
+            now_s = clock_s()
             self._clock_s += min(now_s - last_s, 2 * _TICK_S)
             last_s = now_s
             self._carry_out(self._supervisor.due(self._clock_s))
@@ -159,7 +149,3 @@ class Healing:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -21,20 +21,68 @@ an engine let the learner take finished groups first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from paceline.config import Config
+from paceline.files import sha256_of
 from paceline.metrics import Sum
 from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.groups import Sampling
 from paceline.orchestrator.journal import Journal
-from paceline.orchestrator.prompt_stream import PromptStream
 from paceline.orchestrator.recovery import Recovery
 from paceline.orchestrator.rewards import Scoring
 from paceline.types import Group, GroupId, Prompt
+
+
+class PromptStream:
+    """Infinite iterator of training prompts with a position to resume from.
+
+    Prompts depend only on the data and its seed, so a position is a count. A checksum of all prompts up to it detects
+    changed data.
+    """
+
+    def __init__(self, prompts: Iterator[Prompt]) -> None:
+        self._prompts = prompts
+        self._ahead: deque[Prompt] = deque()
+        self._sha256 = ""
+        """Chained checksum of all prompts taken."""
+        self.num_taken = 0
+
+    def peek(self, num: int) -> list[Prompt]:
+        """Return the next prompts without taking them."""
+        while len(self._ahead) < num:
+            self._ahead.append(next(self._prompts))
+        return list(self._ahead)[:num]
+
+    def take(self) -> Prompt:
+        self.peek(1)
+        prompt = self._ahead.popleft()
+        named = f"{prompt.id}\0".encode() + prompt.token_ids.tobytes()
+        self._sha256 = sha256_of([self._sha256.encode(), named])
+        self.num_taken += 1
+        return prompt
+
+    def state(self) -> dict[str, Any]:
+        return {"num_taken": self.num_taken, "sha256": self._sha256}
+
+    def restore(self, state: Mapping[str, Any], again: Collection[int] = ()) -> dict[int, Prompt]:
+        """Advance to a position; return the prompts at the positions `again` before it. Raise ValueError if the data
+        has changed."""
+        found: dict[int, Prompt] = {}
+        while self.num_taken < state["num_taken"]:
+            position, prompt = self.num_taken, self.take()
+            if position in again:
+                found[position] = prompt
+        if self._sha256 != state["sha256"]:
+            raise ValueError(
+                f"data: the first {state['num_taken']} prompts differ from those that this run trained on; must be the "
+                "data that it began with because rollouts are logged by position"
+            )
+        return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +92,7 @@ class _Untaken:
     prompt: Prompt
     group_id: GroupId
     began: int | None = None
-    """Policy version of its oldest possible token; None until an engine has a rollout of it."""
+    """Policy version of its oldest possible token; None until an engine receives a rollout."""
     group: Group | None = None
     """None until it has finished."""
 
@@ -197,7 +245,7 @@ class Intake:
         return max(0, num_older - (self._max_age - age) * self._size)
 
     def _again(self, step: int) -> list[int] | None:
-        """Return the groups that the step took before; None while some of them are being sampled again."""
+        """Return the groups that the step took before; None while some are being sampled again."""
         wanted = [position for position in self._recovery.taken[step].groups if position in self._open]
         return wanted if all(self._open[position].group is not None for position in wanted) else None
 

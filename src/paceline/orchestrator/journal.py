@@ -41,24 +41,24 @@ class Journal:
         self.metrics = Metrics()
         self._recorder = recorder
         self._differences = engine_counters.Differences()
-        self._step_began_s = asyncio.get_running_loop().time()
+        self._step_began_s = clock_s()
         self.run_began_s = self._step_began_s - elapsed_s
 
     def elapsed_s(self) -> float:
-        return round(asyncio.get_running_loop().time() - self.run_began_s, 4)
+        return round(clock_s() - self.run_began_s, 4)
 
     def begin_step(self, step: int) -> None:
         self.step = step
         self.metrics = Metrics()
-        self._step_began_s = asyncio.get_running_loop().time()
+        self._step_began_s = clock_s()
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
         """Record the start of a stage of the step, and time it."""
-        began_s = asyncio.get_running_loop().time()
+        began_s = clock_s()
         self._recorder.write("stage", {"step": self.step, "stage": name, "time_s": self.elapsed_s()})
         yield
-        self.metrics.add(f"time/{name}", Sum(asyncio.get_running_loop().time() - began_s))
+        self.metrics.add(f"time/{name}", Sum(clock_s() - began_s))
 
     def event(self, what: str, **fields: object) -> None:
         """Record an event for operators."""
@@ -209,7 +209,7 @@ class Journal:
         self.metrics.add("fleet/redispatched", Max(fleet.ledger.num_redispatched))
         for key, count in self._recorder.counts.items():
             self.metrics.add(key, Max(count))
-        self.metrics.add("time/step", Sum(asyncio.get_running_loop().time() - self._step_began_s))
+        self.metrics.add("time/step", Sum(clock_s() - self._step_began_s))
         record = {"step": self.step, "time_s": self.elapsed_s(), "metrics": self.metrics.reduce()}
         self._recorder.write("step", record)
 
@@ -250,3 +250,7 @@ def _cut(text: str) -> str:
         return text
     half = _LONGEST_TEXT // 2
     return f"{text[:half]} [{len(text) - 2 * half:,} characters omitted] {text[-half:]}"
+
+
+def clock_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -24,12 +24,12 @@ from paceline.config import Config
 from paceline.metrics import Recorder
 from paceline.orchestrator.batch_log import Taken
 from paceline.orchestrator.fleet import Fleet
-from paceline.orchestrator.healing import Healer, NoHealing
+from paceline.orchestrator.healing import Healer
 from paceline.orchestrator.intake import Intake
-from paceline.orchestrator.journal import Journal
+from paceline.orchestrator.journal import Journal, clock_s
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
-from paceline.orchestrator.online_drafter import Off, OnlineDrafter
+from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.orchestrator.recovery import Recovery
 from paceline.orchestrator.rewards import Score, Scoring, make_samples
 from paceline.orchestrator.stages import calibrate, calibrate_on_prompts, evaluate, push_policy
@@ -49,8 +49,8 @@ class Parts:
     score: Score
     decode: Callable[[Tokens], str] | None = None
     """Decodes the responses recorded at evaluations. If None, no text is recorded."""
-    drafter: OnlineDrafter = field(default_factory=Off)
-    healer: Healer = field(default_factory=NoHealing)
+    drafter: OnlineDrafter = field(default_factory=OnlineDrafter)
+    healer: Healer = field(default_factory=Healer)
     raise_precision: Callable[[bool], Awaitable[None]] | None = None
     """Restarts idle engines in full precision (True) or as configured (False), before a push; None if impossible."""
 
@@ -176,11 +176,11 @@ class _Run:
 
     async def generate(self) -> dict[int, Group]:
         """Wait for the groups of this step; idle engines may be leased to drafter training."""
-        drafter, began_s = self.parts.drafter, asyncio.get_running_loop().time()
+        drafter, began_s = self.parts.drafter, clock_s()
         drafter.open_phase()
         taken = await self.intake.take(self.journal.step)
         await drafter.end_generation()
-        await drafter.observe(list(taken.values()), asyncio.get_running_loop().time() - began_s)
+        await drafter.observe(list(taken.values()), clock_s() - began_s)
         return taken
 
     async def sync(self) -> None:

@@ -4,7 +4,7 @@
                              ▲                                                         │
                              └─────────────── register(engine-0#2) ◀───────────────────┘
 
-Fleet, weight sender, healing and drafter training share this registry, so an engine is lost for all of them at once. A
+Fleet, weight sender, healing and drafter training share this registry, so all of them lose an engine at once. A
 place is where an engine runs: `engine-0`, which is also the name of its first engine. The next incarnation is
 `engine-0#2`. Names are unique, so late events, rollouts and receipts of one incarnation never count for another.
 """

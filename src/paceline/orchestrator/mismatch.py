@@ -15,7 +15,6 @@ near the floor is rounding.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from paceline.learner.correction import Ratios, correct, diagnose, drawn_by, gap
 from paceline.learner.guard import GuardDecision, GuardState, Level, decide, least_correction, save_batch
 from paceline.learner.objective import k3_of
 from paceline.metrics import Max, Mean, Sum
-from paceline.orchestrator.journal import Journal
+from paceline.orchestrator.journal import Journal, clock_s
 from paceline.types import Floats, Learner, PacelineError, PendingGradients, Sample, Scores
 
 _FLOOR_SHARE = 0.01
@@ -81,7 +80,7 @@ class MismatchMonitor:
 
     async def judge(self, samples: Sequence[Sample], scores: Scores, *, version: int) -> Judgement:
         """Judge samples that the learner scored with policy `version`, and correct them."""
-        began_s, learner_logp = asyncio.get_running_loop().time(), scores.logp
+        began_s, learner_logp = clock_s(), scores.logp
         ratios = self._of_engines(Ratios.of([sample.logp for sample in samples], learner_logp), samples, version)
         gaps = gaps_by_engine(samples, ratios)
         finite = all(np.isfinite(logp).all() for logp in learner_logp)
@@ -108,7 +107,7 @@ class MismatchMonitor:
         for weight in (sample.weight for sample in corrected if sample.weight is not None):
             self._journal.metrics.add("correction/weight_mean", Mean(float(weight.sum()), len(weight)))
             self._journal.metrics.add("correction/masked_share", Mean(float((weight == 0).sum()), len(weight)))
-        self._journal.metrics.add("mismatch/cost_s", Sum(asyncio.get_running_loop().time() - began_s))
+        self._journal.metrics.add("mismatch/cost_s", Sum(clock_s() - began_s))
         pending = scores.pending
         if pending is not None and pending.correction != correction:
             pending = None

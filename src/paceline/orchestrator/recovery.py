@@ -81,7 +81,7 @@ class Recovery:
 
     @asynccontextmanager
     async def running(self, journal: Journal, drafter: OnlineDrafter) -> AsyncGenerator[None]:
-        """Restore drafter training and keep the log open; write what it has queued however the block ends."""
+        """Restore drafter training and keep the log open; write its queue however the block ends."""
         self._journal = journal
         if self.tree is not None and self.path is not None:
             drafter.load_state(self.tree["drafter"], self.path / "drafter")

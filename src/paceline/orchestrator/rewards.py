@@ -50,7 +50,7 @@ class Scoring:
         self._rewards[position] = asyncio.create_task(self._one(group, known))
 
     async def take(self, positions: Collection[int]) -> list[list[float]]:
-        """Wait for the rewards of these groups, each of which can be taken once."""
+        """Wait for the rewards of these groups and forget them."""
         rewards = await asyncio.gather(*(self._rewards[position] for position in positions))
         for position in positions:
             del self._rewards[position]

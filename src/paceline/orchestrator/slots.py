@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from paceline.drafters.failures import Failures
-from paceline.orchestrator.journal import Journal
+from paceline.orchestrator.journal import Journal, clock_s
 from paceline.orchestrator.leases import Account, Action, Event, Leases, LeaseState, Order
 from paceline.orchestrator.members import Members, place_of
 from paceline.types import Engine, EngineLostError
@@ -47,21 +47,17 @@ class Trainer(Protocol):
     async def start(self, *, awaited: bool) -> None:
         """Create a new process. If `awaited`, wait until it can train or has ended; otherwise it runs during leases
         only."""
-        ...
 
     async def lease(self) -> float:
         """Resume it; return the CPU seconds used since its last lease."""
-        ...
 
     async def recall(self) -> None:
         """Suspend it until its next lease."""
-        ...
 
     async def kill(self) -> None: ...
 
     async def ended(self) -> str:
         """Wait for its end and return the reason."""
-        ...
 
 
 class Slots:
@@ -83,7 +79,7 @@ class Slots:
 
     @property
     def names(self) -> list[str]:
-        """Return all slots, including those of lost engines."""
+        """Return all slots, also of lost engines."""
         return list(self._trainers)
 
     @property
@@ -94,7 +90,7 @@ class Slots:
     async def running(self, journal: Journal) -> AsyncGenerator[None]:
         """Run the trainers and the leases' timers inside the context."""
         self._journal = journal
-        self._span_began = dict.fromkeys(self._trainers, ("idle", _now_s()))
+        self._span_began = dict.fromkeys(self._trainers, ("idle", clock_s()))
         self._spawn(self._keep_time())
         # During the run, trainers start in their leases.
         await asyncio.gather(*(self._start(slot, awaited=True) for slot in self._trainers))
@@ -135,16 +131,16 @@ class Slots:
 
     def open(self, *, training_wanted: bool) -> None:
         """Allow leases of slots without rollouts."""
-        self._carry_out_all(self._leases.announce(now_s=_now_s(), phase_open=True, training_wanted=training_wanted))
+        self._carry_out_all(self._leases.announce(now_s=clock_s(), phase_open=True, training_wanted=training_wanted))
 
     async def recall(self, engines: Sequence[str], *, awake: bool) -> None:
         """End the leases of these engines, and wait until their trainers have stopped or, if `awake`, until they are
         awake."""
-        began_s = _now_s()
+        began_s = clock_s()
         self._carry_out_all(self._leases.announce(now_s=began_s, phase_open=False, engines=engines))
         for engine in engines:
             await self._until(engine, _AWAKE if awake else _UNLEASED)
-        self.account.stall_s += _now_s() - began_s
+        self.account.stall_s += clock_s() - began_s
 
     def forgive_crashes(self) -> None:
         """Forget crashes so far, because training works."""
@@ -163,7 +159,7 @@ class Slots:
         self._event(slot, Event.JOINED)
 
     def _event(self, engine: str, event: Event, *, lease: int | None = None) -> None:
-        self._carry_out_all(self._leases.on(engine, event, _now_s(), lease=lease))
+        self._carry_out_all(self._leases.on(engine, event, clock_s(), lease=lease))
 
     def _event_of(self, member: Engine, event: Event) -> None:
         """Handle an event of an engine, unless another engine has its slot by now."""
@@ -244,15 +240,15 @@ class Slots:
         while True:
             changed, due_s = self._changed, self._leases.next_due_s()
             try:
-                await asyncio.wait_for(changed.wait(), None if due_s is None else max(0.0, due_s - _now_s()))
+                await asyncio.wait_for(changed.wait(), None if due_s is None else max(0.0, due_s - clock_s()))
             except TimeoutError:
                 assert due_s is not None
                 # The clock may be a rounding error short of the deadline.
-                self._carry_out_all(self._leases.due(max(_now_s(), due_s)))
+                self._carry_out_all(self._leases.due(max(clock_s(), due_s)))
 
     def _cut_span(self, engine: str) -> None:
         label, began_s = self._span_began[engine]
-        now_s = _now_s()
+        now_s = clock_s()
         if now_s > began_s:
             self._spans.append((engine, label, began_s, now_s))
         self._span_began[engine] = (_SPANS.get(self._leases.state(engine), "idle"), now_s)
@@ -266,7 +262,3 @@ class Slots:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.failures.note("task", error)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

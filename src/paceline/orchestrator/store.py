@@ -1,10 +1,10 @@
 """Checkpoints of a run as directories. Each is complete or absent, and is verified when it is loaded.
 
     state/step-00000020/manifest.json, SHA256SUMS, run.json, learner/, drafter/
-          .step-00000030.*.partial        incomplete; the next run removes what a killed writer left
+          .step-00000030.*.partial        incomplete; the next run removes leftovers of a killed writer
           broken-step-00000010            failed verification; kept for inspection
 
-A checkpoint is renamed to its final name after all of it has reached the disk, so the name implies a complete
+A checkpoint is renamed to its final name after its content has reached the disk, so the name implies a complete
 directory. Files contain no absolute paths, so a run can be moved. All formats are JSON and safetensors, which load
 without running code.
 """

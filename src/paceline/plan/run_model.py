@@ -16,7 +16,7 @@ from paceline.config import Config, FixedSelector, SelectorConfig, load_config
 from paceline.metrics import Recorder
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
-from paceline.orchestrator.online_drafter import Off
+from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.plan.batching import BatchingEngine
 from paceline.plan.engine_model import StepModel, cost_file
 from paceline.plan.lengths import Lengths
@@ -132,7 +132,7 @@ def simulate(scenario: Scenario) -> Times:
             prompts=simulated_prompts(scenario.prompt_tokens),
             heldout=[],
             score=score_by_parity,
-            drafter=Off(),
+            drafter=OnlineDrafter(),
         )
         await train(parts, config, Recorder(sink))
 

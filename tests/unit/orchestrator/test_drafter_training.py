@@ -25,10 +25,10 @@ from paceline.drafters.worker import documents_in, rounds_in
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator import drafter_training
 from paceline.orchestrator.drafter_training import OnlineDrafterTraining
-from paceline.orchestrator.healing import Healing, NoHealing
+from paceline.orchestrator.healing import Healer, Healing
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members, place_of
-from paceline.orchestrator.online_drafter import Off
+from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 from paceline.types import PendingGradients, Receipt, Rollout, Sample
 
@@ -320,8 +320,8 @@ def simulate(
             prompts=simulated_prompts(),
             heldout=[],
             score=score_by_parity,
-            drafter=training if trains else Off(),
-            healer=NoHealing()
+            drafter=training if trains else OnlineDrafter(),
+            healer=Healer()
             if lose_at_s is None
             else Healing(members, WireRestarter(members, wire, make), max_restarts=1),
         )

@@ -29,7 +29,7 @@ from paceline.learner.hidden_states import HiddenStateWriter, HiddenStateWriterS
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
-from paceline.orchestrator.online_drafter import Off, OnlineDrafter
+from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 from paceline.types import Learner, Sample, Scores
 from random_policy import make_policy
@@ -84,13 +84,13 @@ def test_hand_over_that_fails_is_in_metrics_jsonl(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "buffer")  # planted: nothing can be written
         learner = WritingLearner()
         object.__setattr__(learner, "writer", writer)
-        steps = run(tmp_path, learner=learner, drafter=Off())
+        steps = run(tmp_path, learner=learner, drafter=OnlineDrafter())
     finally:
         policy.close()
     assert [metrics["draft/hand_over_failures"] for metrics in steps] == [1.0, 1.0]
 
 
-class StoreOnly(Off):
+class StoreOnly(OnlineDrafter):
     """Trains nothing, and tells what the store counts."""
 
     def __init__(self, store: FileStore) -> None:

@@ -18,7 +18,7 @@ from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.intake import Intake
 from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.members import Members
-from paceline.orchestrator.online_drafter import Off
+from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.orchestrator.recovery import Recovery
 from paceline.orchestrator.rewards import Scoring
 from paceline.plan.simulate import finished_rollout, run_virtual, score_by_parity, simulated_prompts
@@ -69,7 +69,7 @@ def stream(
     lose_at_s: float | None = None,
     drop_at_s: Sequence[float] = (),
     recovery: Recovery | None = None,
-    lessor: Off | None = None,
+    lessor: OnlineDrafter | None = None,
 ) -> Streamed:
     """Run all steps with a learner that takes `learner_s`; at `drop_at_s` some group that is sampled is dropped."""
     found = Streamed()
@@ -90,7 +90,7 @@ def stream(
             for i in range(num_engines)
         ]
         journal, loop = Journal(Recorder(JsonlSink(Path(os.devnull)))), asyncio.get_running_loop()
-        fleet = Fleet(Members(engines), lessor or Off(), max_in_flight=slots, on_lost=lambda *_: None)
+        fleet = Fleet(Members(engines), lessor or OnlineDrafter(), max_in_flight=slots, on_lost=lambda *_: None)
         async with fleet, Scoring(score_by_parity) as scoring:
             intake = Intake(simulated_prompts(), config, fleet, recovery or Recovery(None, config), journal, scoring)
             for at_s in drop_at_s:
@@ -251,7 +251,7 @@ def test_an_engine_counts_as_idle_only_when_it_has_aborted_what_it_should():
             await asyncio.sleep(2.0)
             await super().abort(ids)
 
-    class Watching(Off):
+    class Watching(OnlineDrafter):
         def on_drained(self, engine: str) -> None:
             assert not engines[engine]._running and not engines[engine]._waiting
             drained.append(engine)

@@ -21,7 +21,7 @@ from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
-from paceline.orchestrator.online_drafter import Off
+from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.plan.simulate import SimulatedLearner, run_virtual, score_by_parity, simulated_prompts
 from paceline.types import Group, GroupId, PacelineError, PendingGradients, Receipt, Rollout, Sample, Scores
 
@@ -163,7 +163,7 @@ def test_failures_that_a_part_counts_are_in_every_steps_record(tmp_path):
     async def work():
         journal = Journal(recorder)
         journal.begin_step(1)
-        async with Fleet(Members([]), Off(), max_in_flight=1, on_lost=print) as fleet:
+        async with Fleet(Members([]), OnlineDrafter(), max_in_flight=1, on_lost=print) as fleet:
             journal.end_step(fleet)
 
     asyncio.run(work())
@@ -281,7 +281,7 @@ def test_an_unforeseen_error_of_an_engine_reaches_the_one_who_waits():
 
     async def work():
         engine = Broken(name="engine-0", length_of=lambda r: 1, max_num_seqs=1, seconds_per_token=0.01)
-        async with Fleet(Members([engine]), Off(), max_in_flight=1, on_lost=lambda *_: None) as fleet:
+        async with Fleet(Members([engine]), OnlineDrafter(), max_in_flight=1, on_lost=lambda *_: None) as fleet:
             await fleet.open(list_of_prompts(1), Sampling(group_size=1, temperature=1.0, max_tokens=4)).wait()
 
     with pytest.raises(RuntimeError, match="unforeseen"):
@@ -306,7 +306,7 @@ def test_a_lost_engine_is_closed_because_a_frozen_one_still_holds_memory():
             )
             for i in range(2)
         ]
-        async with Fleet(Members(engines), Off(), max_in_flight=8, on_lost=lambda *_: None) as fleet:
+        async with Fleet(Members(engines), OnlineDrafter(), max_in_flight=8, on_lost=lambda *_: None) as fleet:
             await fleet.open(list_of_prompts(4), Sampling(group_size=2, temperature=1.0, max_tokens=9)).wait()
 
     run_virtual(work)
@@ -320,7 +320,7 @@ def test_least_loaded_engine_gets_the_next_rollout():
             SimulatedEngine(name=f"e{i}", length_of=lambda r: 5, max_num_seqs=8, seconds_per_token=0.01)
             for i in range(3)
         ]
-        async with Fleet(Members(engines), Off(), max_in_flight=8, on_lost=lambda *_: None) as fleet:
+        async with Fleet(Members(engines), OnlineDrafter(), max_in_flight=8, on_lost=lambda *_: None) as fleet:
             groups = await fleet.open(list_of_prompts(6), Sampling(group_size=2, temperature=1.0, max_tokens=9)).wait()
         for group in groups:
             for rollout in group.rollouts:
@@ -339,7 +339,7 @@ def test_what_the_fleet_remembers_of_loads_does_not_grow_with_the_run():
             for i in range(3)
         ]
         sampling, sizes = Sampling(group_size=2, temperature=1.0, max_tokens=9), []
-        async with Fleet(Members(engines), Off(), max_in_flight=8, on_lost=lambda *_: None) as fleet:
+        async with Fleet(Members(engines), OnlineDrafter(), max_in_flight=8, on_lost=lambda *_: None) as fleet:
             for _ in range(300):
                 await fleet.open(list_of_prompts(2), sampling).wait()
                 sizes.append(len(fleet._loads))

@@ -17,10 +17,10 @@ from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.guard import GuardState, Level
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator import batch_log
+from paceline.orchestrator.intake import PromptStream
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
-from paceline.orchestrator.prompt_stream import PromptStream
 from paceline.orchestrator.recovery import Recovery
 from paceline.plan.simulate import SimulatedLearner, simulated_prompts
 from paceline.types import Group, PendingGradients, Prompt, RolloutId, RolloutRequest, Sample

@@ -16,7 +16,7 @@ from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.groups import Sampling
 from paceline.orchestrator.ledger import Ledger
 from paceline.orchestrator.members import Members
-from paceline.orchestrator.online_drafter import Off
+from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.plan.simulate import run_virtual, simulated_prompts
 from paceline.types import RolloutRequest
 
@@ -46,7 +46,7 @@ def generate(length_of: Callable[[RolloutRequest], int]) -> tuple[float, float]:
 
     async def work() -> None:
         in_flight = MAX_NUM_SEQS * 9 // 8 + 1
-        async with Fleet(Members(engines), Off(), max_in_flight=in_flight, on_lost=lambda *_: None) as fleet:
+        async with Fleet(Members(engines), OnlineDrafter(), max_in_flight=in_flight, on_lost=lambda *_: None) as fleet:
             sampling = Sampling(group_size=GROUP_SIZE, temperature=1.0, max_tokens=4096)
             batch = fleet.open(list(islice(simulated_prompts(2000), NUM_PROMPTS)), sampling)
             assert len(await batch.wait()) == NUM_PROMPTS
@@ -89,7 +89,7 @@ def test_a_batch_that_fits_at_once_is_dealt_out():
     ]
 
     async def work() -> list[Counter[str]]:
-        async with Fleet(Members(engines), Off(), max_in_flight=64, on_lost=lambda *_: None) as fleet:
+        async with Fleet(Members(engines), OnlineDrafter(), max_in_flight=64, on_lost=lambda *_: None) as fleet:
             sampling = Sampling(group_size=8, temperature=1.0, max_tokens=640)
             groups = await fleet.open(list(islice(simulated_prompts(), 16)), sampling).wait()
             return [Counter(rollout.engine for rollout in group.rollouts) for group in groups]
