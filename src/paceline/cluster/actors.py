@@ -52,7 +52,6 @@ class EngineActor:
     """Process of one engine."""
 
     async def start(self, spec: EngineSpec) -> int:
-        """Start the engine and return the process id."""
         require(spec.device, spec.settings.engine.tensor_parallel_size)
         self._restarting = False
         self._engine = await _start_engine(spec)

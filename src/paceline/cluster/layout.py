@@ -248,7 +248,7 @@ def _shortage(nodes: Sequence[Node], need: _Need) -> str:
     if slices and need.per_engine > 1 and need.per_engine > largest:
         return (
             f"rollout.engine.tensor_parallel_size: got {need.per_engine}; must be 1 on MIG slices, because a process "
-            "can use only one of them"
+            "can use only one slice"
         )
     if slices and need.world_size > 1 and need.world_size > have:
         return (
@@ -263,7 +263,7 @@ def _shortage(nodes: Sequence[Node], need: _Need) -> str:
     taken = sum(node.taken_gpus for node in nodes)
     found = f"the cluster has {have}" + (f" free, and {taken} that other jobs hold" if taken else "")
     if slices:
-        found += f", and {slices} MIG slices, of which only those of one node can be used, and not with other GPUs"
+        found += f", and {slices} MIG slices, but one run uses slices of one node only, without other GPUs"
     if have >= need.num_gpus:
         sizes = Counter((node.num_gpus, node.num_cpus) for node in whole)
         listed = ", ".join(

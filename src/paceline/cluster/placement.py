@@ -289,7 +289,6 @@ def training_directory(config: Config) -> Path | None:
 
 
 def _check_training(config: Config, layout: ClusterLayout) -> None:
-    """Refuse unsupported drafter training."""
     speculation, _ = _trained_drafter(config)
     if speculation.drafter.kind == "dflash" and layout.device == "cpu":
         raise PacelineError(
@@ -350,7 +349,6 @@ def _hand_over(config: Config, model_path: Path, directory: Path) -> HiddenState
 
 
 def reserve(layout: ClusterLayout) -> PlacementGroup:
-    """Reserve the bundles of a layout."""
     bundles = [bundle.resources for bundle in layout.bundles]
     nodes = [{} if bundle.node is None else {"ray.io/node-id": bundle.node} for bundle in layout.bundles]
     group = placement_group(

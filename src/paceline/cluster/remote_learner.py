@@ -81,7 +81,7 @@ class LearnerLog:
 
 
 class RemoteLearner:
-    """types.Learner over LearnerActors. Answers are those of rank 0."""
+    """types.Learner over LearnerActors. Rank 0 answers."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class RemoteLearner:
             return answers
 
     async def _ask(self, method: str, shared: Sequence[Any], actors: Sequence[Any] | None = None) -> Sequence[Any]:
-        """Call all ranks, or some of them."""
+        """Call these actors, by default all ranks."""
         try:
             answers = [plain(getattr(actor, method).remote(*shared)) for actor in actors or self.actors]
             return await asyncio.wait_for(asyncio.gather(*answers), self._deadline_s)

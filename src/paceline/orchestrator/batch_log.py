@@ -48,7 +48,6 @@ class Taken:
     """The groups that one step took, by their positions among the prompts."""
 
     groups: Sequence[int]
-    """Groups that it trained on."""
     dropped: Sequence[int]
     """Groups that it found dropped."""
     rewards: list[list[float]]
@@ -84,11 +83,9 @@ class BatchLog:
         self._thread.start()
 
     def put(self, position: int, group: Group) -> None:
-        """Queue a finished group for writing."""
         self._queue.put(_File(name=_group_file(position), encode=partial(self._encoded, group)))
 
     def put_taken(self, step: int, taken: Taken) -> None:
-        """Queue the record of a step for writing."""
         self._queue.put(_File(name=f"step-{step:08d}.json", encode=lambda: json.dumps(asdict(taken)).encode()))
 
     def flush(self) -> list[Exception]:

@@ -16,18 +16,23 @@ class DrafterStore(Protocol):
 
     def has_documents(self) -> bool:
         """Return whether there is training data."""
+        ...
 
     def round(self) -> int:
         """Return the number of the newest base; 0 is the initial drafter."""
+        ...
 
     def published(self) -> int:
         """Return the number of the engines' base."""
+        ...
 
     def fresh_tokens(self) -> int:
         """Return the tokens of all trainers in the current round."""
+        ...
 
     def slices_made(self) -> bool:
         """Return whether every trainer has finished its slices for the newest policy."""
+        ...
 
     def close_round(self) -> None:
         """Average the trainers' weights into the next base."""
@@ -40,15 +45,18 @@ class DrafterStore(Protocol):
 
     def revert(self) -> int:
         """Continue from the published base under a new number, which counts as published, and return the number."""
+        ...
 
     def forget(self) -> None:
         """Remove bases before the newest, except the published one."""
 
     def training_s(self) -> float:
         """Return the seconds of all trainers since the run began."""
+        ...
 
     def tokens_trained(self) -> int:
         """Return the tokens of all trainers since the run began."""
+        ...
 
     def keep_in(self, file: Path) -> None:
         """Set the target of `keep`."""
@@ -73,6 +81,7 @@ class DrafterStore(Protocol):
 class DrafterSender(Protocol):
     async def send_drafter(self, number: int) -> Sequence[Receipt]:
         """Push this base of the store to every engine."""
+        ...
 
     async def stop_speculation(self) -> None:
         """Stop speculation on every engine."""

@@ -24,6 +24,7 @@ class DraftingEngines(Protocol):
     @property
     def start_s(self) -> float:
         """Duration of the slowest engine's last start."""
+        ...
 
     async def draft_with(self, *, learned: bool) -> None:
         """Restart all idle engines with the learned drafter or with history; a push of the policy must follow. Raise

@@ -62,7 +62,6 @@ class _Mailbox:
     engine: Engine
     outbox: list[RolloutRequest] = field(default_factory=list[RolloutRequest])
     aborts: list[RolloutId] = field(default_factory=list[RolloutId])
-    """Rollouts to abort."""
     mail: asyncio.Event = field(default_factory=asyncio.Event)
     work: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
@@ -335,7 +334,6 @@ class Fleet:
         self._typical_length += 0.05 * (length - self._typical_length)  # the estimate for new prompts
 
     def _fail(self, failure: BaseException) -> None:
-        """Fail all open batches."""
         for batch in self._batches.values():
             batch.failure = failure
             batch.finished.set()

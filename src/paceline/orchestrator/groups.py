@@ -14,8 +14,6 @@ from paceline.types import Group, GroupId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters of rollouts."""
-
     group_size: int
     temperature: float
     max_tokens: int
@@ -24,7 +22,6 @@ class Sampling:
 
     @classmethod
     def to_train(cls, config: Config, *seed: int) -> Sampling:
-        """Return the sampling parameters of training."""
         rollout = config.rollout
         return cls(
             group_size=rollout.group_size,

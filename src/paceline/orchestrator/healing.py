@@ -34,6 +34,7 @@ class Restarter(Protocol):
 
     async def catch_up(self, name: str) -> Receipt:
         """Send the current policy to a registered engine, which joins the members if it holds it."""
+        ...
 
 
 class Healer:

@@ -53,7 +53,6 @@ class PromptStream:
         self.num_taken = 0
 
     def peek(self, num: int) -> list[Prompt]:
-        """Return the next prompts without taking them."""
         while len(self._ahead) < num:
             self._ahead.append(next(self._prompts))
         return list(self._ahead)[:num]
@@ -94,7 +93,6 @@ class _Untaken:
     began: int | None = None
     """Policy version of its oldest possible token; None until an engine receives a rollout."""
     group: Group | None = None
-    """None until it has finished."""
 
 
 class Intake:
@@ -130,12 +128,10 @@ class Intake:
         return {**self.prompts.state(), "open": sorted(self._open)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, and open its open groups."""
         for position, prompt in self.prompts.restore(state, set(state["open"])).items():
             self._admit(position, prompt)
 
     def on_version(self, version: int) -> None:
-        """Note that engines have this policy version."""
         for opened in self._open.values():
             if opened.began is None and self._fleet.ledger.has_begun(opened.group_id):
                 opened.began = self._version

@@ -61,7 +61,6 @@ class Journal:
         self.metrics.add(f"time/{name}", Sum(clock_s() - began_s))
 
     def event(self, what: str, **fields: object) -> None:
-        """Record an event for operators."""
         self._recorder.write("event", {"step": self.step, "time_s": self.elapsed_s(), "what": what, **fields})
 
     def engine_lost(self, engine: str, why: str, num_redispatched: int) -> None:
@@ -127,7 +126,6 @@ class Journal:
             add("rollout/num_accepted", Sum(accepted))
 
     def ages(self, groups: Sequence[Group], *, policy_version: int, max_age: int) -> None:
-        """Add the ages of tokens, in policy versions."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         spans = [(policy_version - version, num) for rollout in rollouts for version, num in rollout.version_spans]
         if spans:
@@ -146,7 +144,6 @@ class Journal:
             self._draft_length(timelines)
 
     def learner_counters(self, totals: Mapping[str, float]) -> None:
-        """Add the counters of the learner since the last step."""
         self._differences.add({"learner": totals}, self.metrics)
 
     def _draft_length(self, timelines: Mapping[str, Sequence[DraftBin]]) -> None:

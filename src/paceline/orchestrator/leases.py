@@ -39,17 +39,14 @@ LEASE_S = 60.0
 
 class LeaseState(Enum):
     BUSY = auto()
-    """The engine has rollouts."""
     IDLE = auto()
     """The engine is awake without rollouts."""
     DOZING = auto()
-    """The engine is falling asleep."""
     ROUSED = auto()
     """The engine is falling asleep and has work; it cannot wake before it sleeps."""
     LEASED = auto()
     """The worker trains, or a new worker starts."""
     RECALLED = auto()
-    """The worker is being stopped."""
     WAKING = auto()
     LOST = auto()
 
@@ -62,7 +59,6 @@ class Event(Enum):
     PHASE_END = auto()
     """The learner needs the device, or a weight push follows, for which engines must be awake."""
     TIMEOUT = auto()
-    """The timer of the state expired."""
     SLEPT = auto()
     AWAKE = auto()
     LOST = auto()
@@ -125,13 +121,10 @@ def _recent() -> deque[float]:
 
 @dataclass(slots=True, kw_only=True)
 class Slot(Machine[LeaseState, Event, Action]):
-    """One engine's device."""
-
     table = TABLE
     state: LeaseState = LeaseState.IDLE
     has_work: bool = False
     lease: int = 0
-    """Number of the last lease."""
     retired: bool = False
     """The slot has no worker and gets none."""
     idle_s: float = 0.0

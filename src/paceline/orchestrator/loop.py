@@ -44,7 +44,6 @@ class Parts:
     learner: Learner
     sender: Sender
     prompts: Iterator[Prompt]
-    """Infinite iterator of training prompts."""
     heldout: Sequence[Prompt]
     score: Score
     decode: Callable[[Tokens], str] | None = None
@@ -92,8 +91,6 @@ async def train(
 
 
 class _Run:
-    """State of a run between steps."""
-
     def __init__(
         self, parts: Parts, config: Config, journal: Journal, fleet: Fleet, recovery: Recovery, save_to: Path | None
     ) -> None:

@@ -25,7 +25,6 @@ def place_of(name: str) -> str:
 
 
 def incarnation_name(place: str, number: int) -> str:
-    """Return the name of the place's nth engine."""
     return place if number == 1 else f"{place}#{number}"
 
 
@@ -78,7 +77,6 @@ class Members:
         self._newest[place_of(engine.name)] = engine
 
     def join(self, engine: Engine) -> None:
-        """Use an engine from now on."""
         if self._newest.get(place_of(engine.name)) is not engine:
             self.register(engine)
         assert engine.name not in self._alive, f"engine {engine.name} has joined before"
@@ -88,11 +86,9 @@ class Members:
             listener(engine)
 
     def on_joined(self, listener: JoinListener) -> None:
-        """Call `listener` for every engine that joins from now on."""
         self._join_listeners.append(listener)
 
     def on_lost(self, listener: LostListener) -> None:
-        """Call `listener` for every engine that is lost from now on."""
         self._lost_listeners.append(listener)
 
     def on_hopeless(self, listener: Callable[[], None]) -> None:

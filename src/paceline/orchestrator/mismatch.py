@@ -40,7 +40,6 @@ class Judgement:
 
     decision: GuardDecision
     samples: Sequence[Sample]
-    """Corrected samples."""
     pending: PendingGradients | None
     """Gradients of the scoring pass, if it used the correction that was decided on."""
 

@@ -71,7 +71,7 @@ class Recovery:
             with metrics.open(encoding="utf-8") as old, partial_path.open("w", encoding="utf-8") as new:
                 for line in old:
                     record = json.loads(line) if line.endswith("\n") else None
-                    if record is not None and _is_kept(record, self.step):
+                    if record is not None and (record["kind"] == "run" or 0 < self.step >= record.get("step", 0)):
                         new.write(line)
                         self.elapsed_s = max(self.elapsed_s, record.get("time_s", 0.0))
                     else:
@@ -106,7 +106,6 @@ class Recovery:
         return group
 
     def keep(self, position: int, group: Group) -> None:
-        """Log a finished group."""
         if self._log is not None:
             self._log.put(position, group)
 
@@ -115,7 +114,6 @@ class Recovery:
         return self._rewards.get(position)
 
     def keep_taken(self, step: int, taken: Taken) -> None:
-        """Log the groups of a step and their rewards."""
         if self._log is not None and taken != self.taken.get(step):
             self._log.put_taken(step, taken)
 
@@ -204,7 +202,3 @@ class Recovery:
         if not self._num_failed:  # a full disk fails every write of a step
             self._journal.event("checkpoint_failed", why=str(error))
         self._num_failed += 1
-
-
-def _is_kept(record: Mapping[str, Any], step: int) -> bool:
-    return record["kind"] == "run" or 0 < step >= record.get("step", 0)

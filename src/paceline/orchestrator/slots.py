@@ -50,6 +50,7 @@ class Trainer(Protocol):
 
     async def lease(self) -> float:
         """Resume it; return the CPU seconds used since its last lease."""
+        ...
 
     async def recall(self) -> None:
         """Suspend it until its next lease."""
@@ -58,11 +59,10 @@ class Trainer(Protocol):
 
     async def ended(self) -> str:
         """Wait for its end and return the reason."""
+        ...
 
 
 class Slots:
-    """All slots of a run."""
-
     def __init__(self, members: Members, trainers: Sequence[Trainer], *, skip_short: bool = True) -> None:
         self._members = members
         self._trainers = dict(zip(members.places, trainers, strict=True))
@@ -203,7 +203,6 @@ class Slots:
                 self._members.lose(member.name, f"{action.name.lower()} failed: {error!r}")
 
     async def _start(self, slot: str, *, awaited: bool) -> None:
-        """Start a trainer and watch for its end."""
         member = self._members.newest(slot)
         try:
             await self._trainers[slot].start(awaited=awaited)

@@ -22,7 +22,6 @@ async def evaluate(
     score: Score,
     journal: Journal,
 ) -> None:
-    """Sample held-out prompts and record their mean reward."""
     settings, prompts = config.eval, heldout[: config.eval.num_prompts]
     if not settings.every or not prompts:
         return

@@ -54,7 +54,6 @@ class HealthEvent(Enum):
     DIED = auto()
     """A heartbeat or any other call found the engine gone."""
     TIMEOUT = auto()
-    """The timer of the state expired."""
     BUDGET_SPENT = auto()
     """A start is due and none is left."""
     STARTED = auto()
@@ -112,8 +111,6 @@ class _Place(Machine[Health, HealthEvent, RecoveryAction]):
 
 
 class EngineSupervisor(StateMachines[_Place, Health, HealthEvent, RecoveryAction]):
-    """Health of all places of a run."""
-
     def __init__(self, places: Sequence[str], *, max_restarts: int) -> None:
         super().__init__({place: _Place() for place in places})
         self._max_restarts = max_restarts
@@ -162,10 +159,8 @@ class EngineSupervisor(StateMachines[_Place, Health, HealthEvent, RecoveryAction
             case Health.LOST if place.starts == self._max_restarts:
                 return place.since_s, HealthEvent.BUDGET_SPENT
             case Health.LOST:
-                return place.since_s + _backoff_s(place.futile_starts), HealthEvent.TIMEOUT
+                again = place.futile_starts
+                backoff_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (again - 1)) if again else 0.0
+                return place.since_s + backoff_s, HealthEvent.TIMEOUT
             case _:
                 return None
-
-
-def _backoff_s(futile_starts: int) -> float:
-    return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (futile_starts - 1)) if futile_starts else 0.0

@@ -32,8 +32,6 @@ Located = tuple[str, Row]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Prompts and reward of a run."""
-
     prompts: Iterator[Prompt]
     """Infinite iterator over the dataset, shuffled every epoch."""
     heldout: Sequence[Prompt]
