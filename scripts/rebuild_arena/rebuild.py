@@ -86,7 +86,7 @@ def rebuild(
     What is there already is kept."""
     record: dict[str, Any] = {"machine": machine(), "recipes": {}, "drafters": {}}
     for name, recipe in recipes.items():
-        model_path = write_policy(recipe, out / name, context.labelled(f"arena:{name}"))
+        model_path = write_policy(recipe, out / name, _labeled(context, f"arena:{name}"))
         record["recipes"][name] = asdict(recipe)
         for kind, warm_start in recipe.drafters.items():
             builds = [
@@ -137,7 +137,7 @@ def build_drafter(name: str, kind: str, warm_start: WarmStart, model_path: Path,
         warm_start,
         policy=f"arena:{name}",
         data=DRAFTER_DATA,
-        context=context.labelled(f"{kind} drafter {warm_start.seed} of arena:{name}"),
+        context=_labeled(context, f"{kind} drafter {warm_start.seed} of arena:{name}"),
     )
     weights = {key: weight.to(torch.bfloat16) for key, weight in load_file(trained / "model.safetensors").items()}
     save_file(weights, trained / "model.safetensors", metadata={"format": "pt"})
@@ -186,3 +186,7 @@ def card(record: Mapping[str, Any]) -> str:
         tokens = f"{median(entry['tokens']):,.0f}"
         lines.append(f"| {name} | " + " | ".join(cells) + f" | {len(entry['tokens'])} | {tokens} |")
     return "\n".join(lines) + "\n"
+
+
+def _labeled(context: Context, label: str) -> Context:
+    return replace(context, report=lambda line: context.report(f"{label}: {line}"))

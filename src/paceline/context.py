@@ -67,10 +67,6 @@ class Context:
             raise CancelledError("cancelled")
         self.report(line)
 
-    def labelled(self, label: str) -> Context:
-        """Return a copy that prefixes reports with `label`."""
-        return replace(self, report=lambda line: self.report(f"{label}: {line}"))
-
     def quiet(self) -> Context:
         """Return a copy that drops reports."""
         return replace(self, report=lambda line: None)

@@ -1,8 +1,8 @@
 """Assign the processes of a run to nodes: a pure function of the cluster's resources and the config.
 
-    nodes (resources.py) ─┐
-                          ├─▶ plan ─▶ ClusterLayout: device, bundles, strategy, wire ─▶ placement.py ─▶ actors
-    config ───────────────┘
+    nodes (ray_session.py) ─┐
+                            ├─▶ plan ─▶ ClusterLayout: device, bundles, strategy, wire ─▶ placement.py ─▶ actors
+    config ─────────────────┘
 
 The driver's hardware is irrelevant, since the driver may be a head node without GPUs. A bundle holds one actor. Engines
 and ranks refer to bundles by index, so that colocated ones can share a bundle.

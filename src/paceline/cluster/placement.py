@@ -28,9 +28,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paceline.cluster.actors import EngineActor, LearnerActor
 from paceline.cluster.layout import ClusterLayout, plan
 from paceline.cluster.proxies import CLOSE_DEADLINE_S, RemoteEngine, remote
-from paceline.cluster.ray_session import ray_session
+from paceline.cluster.ray_session import cluster_nodes, ray_session
 from paceline.cluster.remote_learner import RemoteLearner
-from paceline.cluster.resources import cluster_nodes
 from paceline.cluster.sender import RemoteSender
 from paceline.cluster.specs import CurrentSettings, EngineSettings, EngineSpec, LearnerRankSpec
 from paceline.cluster.trainers import RemoteTrainer, RoundSender

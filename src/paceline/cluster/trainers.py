@@ -15,7 +15,7 @@ from paceline.types import Receipt
 
 
 class RoundSender:
-    """drafter_store.DrafterSender over the weight wire."""
+    """drafter_training.DrafterSender over the weight wire."""
 
     def __init__(self, sender: RemoteSender, rounds: Rounds) -> None:
         self._sender = sender

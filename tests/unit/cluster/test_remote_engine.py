@@ -16,8 +16,8 @@ from contexts import arena_config
 from paceline.cluster import clock
 from paceline.cluster.clock import RemoteClock
 from paceline.cluster.proxies import RemoteEngine
+from paceline.cluster.ray_session import object_store_bytes
 from paceline.cluster.remote_learner import RemoteLearner
-from paceline.cluster.resources import object_store_bytes
 from paceline.cluster.specs import CurrentSettings
 from paceline.config import EngineConfig
 from paceline.types import DraftBin, EngineLostError, GroupId, PacelineError, Receipt, Rollout
