@@ -18,7 +18,7 @@ from paceline.orchestrator.ledger import Ledger
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.online_drafter import OnlineDrafter
 from paceline.plan.simulate import run_virtual, simulated_prompts
-from paceline.types import RolloutRequest
+from paceline.types import GroupId, RolloutRequest
 
 NUM_ENGINES, NUM_PROMPTS, GROUP_SIZE = 64, 512, 16
 MAX_NUM_SEQS = 64
@@ -29,7 +29,7 @@ reads the weights once."""
 
 def generate(length_of: Callable[[RolloutRequest], int]) -> tuple[float, float]:
     """Prompts read per prompt, and seconds of the batch. An engine pays for a prompt that it has not read before."""
-    read: list[set[int]] = [set() for _ in range(NUM_ENGINES)]
+    read: list[set[GroupId]] = [set() for _ in range(NUM_ENGINES)]
 
     def on(engine: int) -> Callable[[RolloutRequest], int]:
         def seconds(request: RolloutRequest) -> int:
