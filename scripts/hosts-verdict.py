@@ -49,7 +49,7 @@ def values(log: Log, key: str) -> list[float]:
 
 
 def thirds(found: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """The first and the last third of a run's values, of two values at least."""
+    """Return the first and the last third of a run's values, at least two values each."""
     num = max(2, len(found) // 3)
     return found[:num], found[-num:]
 
@@ -66,7 +66,7 @@ def rise(found: Sequence[float]) -> tuple[str, bool]:
 
 
 def heldout(log: Log) -> tuple[str, bool]:
-    """Accepted length on held-out rollouts of the first drafter and of the last one that was published."""
+    """Compare held-out accepted lengths of the first drafter and the last published one."""
     before, published = values(log, "draft/heldout_before"), [step for step in log if step.get("draft/published")]
     if not published:
         return f"no drafter published in {len(before)} rounds", False

@@ -34,7 +34,7 @@ def lines(folder: Path, bars: str = "") -> Iterator[str]:
 
 
 def page(text: str) -> str:
-    """The page with the tree as it is now."""
+    """Return the page with the current tree."""
     tree = "\n".join(["src/paceline/", *lines(PACKAGE)])
     return re.sub(r"(?<=<!-- tree -->\n)```\n.*?```\n", lambda _: f"```\n{tree}\n```\n", text, flags=re.DOTALL)
 

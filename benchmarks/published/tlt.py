@@ -47,7 +47,7 @@ def _tlt_model(
 
 
 def _table(model: EngineModel, context: float) -> TableSelector:
-    """The best tree at each batch size below the threshold: what TLT's bandit finds."""
+    """Return the best tree at each batch size below the threshold, as TLT's bandit finds it."""
     best = [
         max(model.options, key=lambda k, batch=batch: gain_at(model, k, batch, context)) for batch in range(1, ELASTIC)
     ]
@@ -55,7 +55,7 @@ def _table(model: EngineModel, context: float) -> TableSelector:
 
 
 def tlt_step(world: World, shape: str, nodes: int) -> float:
-    """A step of TLT over one of veRL: generation on every GPU, then log-probabilities and update on every GPU."""
+    """Return the speed-up of a TLT step over veRL's: generation, then log-probabilities and update on every GPU."""
     a = world.assumptions
     gpus = 2 if shape == "Qwen2.5-7B" else 4
     model = _tlt_model(world, shape, "H100", gpus)

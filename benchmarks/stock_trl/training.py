@@ -55,7 +55,7 @@ class TrainingSettings:
 
 
 def right_answer(prompts: list[str], completions: list[str], answer: list[int], **_: object) -> list[float]:
-    """The arena's reward in TRL's form: one value for each completion."""
+    """Return the arena's reward for each completion."""
     from paceline.arena.task import reward
 
     rows = zip(prompts, completions, answer, strict=True)

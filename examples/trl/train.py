@@ -26,12 +26,12 @@ def right_answer(prompts: list[str], completions: list[str], answer: list[int], 
 
 
 def make_dataset(num: int, seed: int) -> Dataset:
-    """Sums to work out step by step: prompts, and answers to check completions by."""
+    """Return sums to solve step by step, with their answers."""
     return Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in islice(problems(seed), num)])
 
 
 def write_speculation(file: Path, drafter: str) -> Path:
-    """What TRL's engine speculates with; docs/hosts.md says what else can stand here."""
+    """Write the speculation settings of TRL's engine (docs/hosts.md)."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f'[speculation]\nmax_draft_length = 4\ndrafter = {{kind = "eagle3", path = "{drafter}"}}\n')
     return file.resolve()

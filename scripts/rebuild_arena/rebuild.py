@@ -164,7 +164,7 @@ def _ship(name: str, kind: str, builds: Sequence[Path], out: Path) -> dict[str, 
 
 
 def card(record: Mapping[str, Any]) -> str:
-    """The card in Markdown: accepted length of each drafter at several draft lengths, and its spread over builds."""
+    """Format the card: accepted length of each drafter by draft length, with its spread over builds."""
     lines = [
         "# What comes with the package",
         "",

@@ -55,7 +55,7 @@ class Example:
 
 
 def new_policy(shape: Shape) -> Qwen3ForCausalLM:
-    """An untrained policy; the vocabulary is padded to a multiple of 32."""
+    """Return an untrained policy, with the vocabulary padded to a multiple of 32."""
     config = Qwen3Config(
         vocab_size=math.ceil(len(vocabulary()) / 32) * 32,
         hidden_size=shape.hidden_size,

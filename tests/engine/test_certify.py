@@ -4,7 +4,6 @@ That an engine with the shim passes is shown where the command is run: test_comm
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,9 +35,8 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def mended(stock: None) -> Iterator[None]:
+def mended(stock: None) -> None:
     sampler_fix.mend_sampler()
-    yield
 
 
 def worst(sample: Sampler, num_rows: int) -> float:

@@ -158,7 +158,7 @@ class RemoteLearner:
         return await self._all("transmit")
 
     async def counters(self) -> Mapping[str, float]:
-        """Summed over ranks."""
+        """Return the counters, summed over ranks."""
         ranks = await self._every("counters")
         totals = {key: sum(counted[key] for counted in ranks) for key in ranks[0]}
         return {**totals, "learner/restarted": float(self.num_restarts)}

@@ -69,7 +69,7 @@ class Rounds:
         private_directory(directory)
 
     def round(self) -> int:
-        """Number of the newest base."""
+        """Return the number of the newest base."""
         return max((_round(file) for file in self._directory.glob("base-*.safetensors")), default=0)
 
     def base(self, number: int) -> State:

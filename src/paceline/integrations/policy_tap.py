@@ -73,7 +73,7 @@ class PolicyTap:
         called: nn.Module | None = None,
         seed: int = 0,
     ) -> None:
-        """`called` is the module that the trainer calls if it wraps the policy in adapters.
+        """Tap a policy; `called` is the module that the trainer calls if it wraps the policy in adapters.
 
         `passes_per_step` passes share a step's rollouts and byte budget. `with_gradient` selects passes of the update
         instead of scoring passes, if rollouts occur there first. `temperature` is the trainer's."""

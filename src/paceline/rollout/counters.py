@@ -66,13 +66,13 @@ class EngineCounters:
             self._kv_usage_max = max(self._kv_usage_max, self._now["kv_usage"])
 
     def log(self) -> None:
-        """Required by vLLM; `read` returns the numbers instead."""
+        """Do nothing: `read` returns the numbers."""
 
     def log_engine_initialized(self) -> None:
-        """Required by vLLM."""
+        """Do nothing: vLLM requires the method."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Required by vLLM."""
+        """Do nothing: vLLM requires the method."""
 
 
 class DraftCounters:

@@ -66,7 +66,7 @@ class HistoryProposer:
         self._last_full_s: float | None = None
 
     def load_model(self, *_: object) -> None:
-        """Required by vLLM; there is no model."""
+        """Do nothing: there is no model."""
 
     def propose(
         self,

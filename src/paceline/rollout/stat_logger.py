@@ -47,7 +47,7 @@ class StatLogger(StatLoggerBase):
             logger.exception("Paceline's metrics in Prometheus end here")
 
     def log_engine_initialized(self) -> None:
-        """Required by vLLM."""
+        """Do nothing: vLLM requires the method."""
 
 
 @cache

@@ -206,7 +206,7 @@ def test_mistake_in_a_request_is_no_loss_of_an_engine() -> None:
         raise raised_in_actor(ValueError("prompt_ids: got 9 tokens"))
 
     actor.submit = Method(submit)
-    with pytest.raises(ValueError):  # Ray keeps the type, and puts the text into its own
+    with pytest.raises(ValueError):  # noqa: PT011  Ray keeps the type and wraps the text
         asyncio.run(engine.submit([]))
 
 

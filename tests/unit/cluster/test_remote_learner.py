@@ -140,7 +140,7 @@ def test_calls_are_kept_until_a_checkpoint_has_its_name(monkeypatch, tmp_path):
     async def steps() -> Any:
         learner = await room.start()
         await learner.apply(samples("a"))
-        with pytest.raises(OSError), atomic_directory(tmp_path / "step-1") as partial:
+        with pytest.raises(OSError, match="No space left"), atomic_directory(tmp_path / "step-1") as partial:
             await learner.save_state(str(partial / "learner"))
             raise OSError(28, "No space left on device")
         await learner.apply(samples("b"))

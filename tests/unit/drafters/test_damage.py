@@ -172,7 +172,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", (policy, drafter, saved, base, document, head), ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [policy, drafter, saved, base, document, head], ids=lambda case: case.__name__)
 def test_a_write_that_finds_no_room_leaves_nothing(case: Callable[[Path], Case], tmp_path: Path) -> None:
     """A full disk must not stay full of halves. Files are cut at 600 bytes, as a full disk cuts them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
