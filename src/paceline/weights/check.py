@@ -47,12 +47,16 @@ class TensorFile(Protocol):
     def get_tensor(self, name: str) -> torch.Tensor: ...
 
 
-def checkpoint_files(directory: Path) -> list[Path]:
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor by the checkpoint's index; empty without an index."""
     index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        # Some repositories have the same weights twice under other file names; the index lists the files that count.
-        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return sorted(directory.glob("*.safetensors"))
+    return json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    # Some repositories have the same weights twice under other file names; the index lists the files that count.
+    listed = sorted(set(_weight_map(directory).values()))
+    return [directory / name for name in listed] or sorted(directory.glob("*.safetensors"))
 
 
 def open_files(directory: Path) -> Iterator[TensorFile]:
@@ -63,8 +67,8 @@ def open_files(directory: Path) -> Iterator[TensorFile]:
 
 
 def tensor_names(directory: Path) -> set[str]:
-    """Return the tensor names of a checkpoint from its file headers."""
-    return {name for tensors in open_files(directory) for name in tensors.keys()}  # noqa: SIM118  not a mapping
+    """Return the tensor names of a checkpoint from its index, which needs no weight files, or from file headers."""
+    return set(_weight_map(directory)) or {name for tensors in open_files(directory) for name in tensors.keys()}  # noqa: SIM118  not a mapping
 
 
 def inventory(checkpoint: str | Path) -> dict[str, TensorSpec]:

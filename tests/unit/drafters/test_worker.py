@@ -244,7 +244,7 @@ def test_cpu_time_without_a_lease_is_reported(settings: WorkerSettings) -> None:
         process.kill()
 
 
-def _wait(condition, deadline_s: float = 60.0) -> None:
+def _wait(condition, deadline_s: float = 180.0) -> None:
     until_s = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < until_s, "nothing happened"
