@@ -1,12 +1,11 @@
 """Online drafter training: does the drafter follow the policy, at no cost, and release engines at once?
 
 Two engines of one core each, and a learner on the first of the two cores: the second engine's device may be leased
-while the learner works, as that of an engine with its own GPU.
+while the learner works, like an engine with its own GPU.
 
 Drift. RL runs with a drafter trained on idle engines: the offline one, at a learning rate that moves the policy, once
-per seed; and an untrained one, at the arena's learning rate, with the first seed. At the end of each, the engines get
-the drafter of the run and the offline drafter by turns, and sample the same prompts with the run's last policy: two
-runs of one seed diverge, so accepted lengths of two runs would be of two policies. The draft length is fixed.
+per seed; and an untrained one, once, at the arena's learning rate. At the end, the engines get the run's drafter and
+the offline drafter by turns, and sample the same prompts with the run's last policy. The draft length is fixed.
 
     online_over_frozen          accepted length of the trained drafter over the offline one; worst seed
     from_scratch_over_offline   of the untrained drafter after the run over the offline one
@@ -17,7 +16,7 @@ first samples almost greedily and learns almost nothing, so both steps of a pair
 seed, are the run of docs/speculation.md, where learner and engines share the cores.
 
     step_time_ratio, makespan_ratio     leased over not leased, medians of pairs
-    documented_step_ratio               time of all steps with leases over that of their twins, in the documented run
+    documented_step_ratio               time of all steps with leases over their twins' time, in the documented run
 
 Recall. A device is leased, and after a random moment its engine gets a request for one token.
 
@@ -43,7 +42,7 @@ from benchmarks.harness import ARENA, Record
 from paceline.arena.prompts import arena_task
 from paceline.arena.task import reward as arena_reward
 from paceline.cluster.placement import Cluster, start_cluster
-from paceline.config import Config, CorrectionConfig, LearnedDrafter, load_config
+from paceline.config import Config, CorrectionConfig, load_config
 from paceline.context import Context
 from paceline.metrics import JsonlSink, Recorder, read_metrics
 from paceline.orchestrator.drafter_training import OnlineDrafterTraining
@@ -55,7 +54,7 @@ from paceline.orchestrator.rewards import Score, scorer
 from paceline.orchestrator.task import Task
 from paceline.sessions.draft import WarmStart, train_drafter
 from paceline.sessions.train import load_tokenizer, with_drafter
-from paceline.sessions.workloads import resolve_policy
+from paceline.sessions.workloads import resolve_drafter, resolve_policy
 from paceline.types import GroupId, Learner, Prompt, RolloutRequest, Sample, Scores
 
 SEEDS = (0, 1, 2)
@@ -161,10 +160,8 @@ def _untrained(out: Path, context: Context) -> Path:
 
 def _drift(config: Config, metrics: Path, idle_used: list[float], context: Context) -> list[float]:
     """Train once. Return accepted lengths of the run's drafter over the offline one, by turn."""
-    offline = _config(LEASED, context).speculation
-    assert offline is not None and isinstance(offline.drafter, LearnedDrafter)
     context.progress(f"{metrics.stem}: {config.run.steps} steps")
-    turns = asyncio.run(_accepted_lengths(config, metrics, Path(offline.drafter.path) / "model.safetensors", context))
+    turns = asyncio.run(_accepted_lengths(config, metrics, resolve_drafter("arena:small/eagle3", context), context))
     steps = [record["metrics"] for record in read_metrics(metrics)["step"]]
     idle_used.append(sum(step["draft/training_s"] for step in steps) / sum(step["draft/leasable_s"] for step in steps))
     own, left_alone = (median(lengths) for lengths in zip(*turns, strict=True))
@@ -180,7 +177,7 @@ async def _accepted_lengths(
         await train(_parts(cluster, task.prompts, score), config, recorder)
         recorder.close()
         cluster.drafter.save(metrics.with_suffix(".drafter"))
-        files = (metrics.with_suffix(".drafter") / "model.safetensors", offline)
+        files = (metrics.with_suffix(".drafter") / "model.safetensors", offline / "model.safetensors")
         turns = []
         for turn in range(TURNS):
             prompts = list(islice(task.prompts, PROMPTS_PER_TURN))
@@ -197,18 +194,15 @@ async def _accepted_length(
 ) -> float:
     receipts = await cluster.sender.send_drafter(drafter, version)
     assert all(receipt.ok for receipt in receipts), receipts
-    requests = [
-        RolloutRequest(
-            group_id=GroupId(i),
-            index=0,
-            prompt_ids=prompt.token_ids,
-            max_tokens=config.rollout.max_tokens,
-            temperature=1.0,
-        )
-        for i, prompt in enumerate(prompts)
-    ]
+    length = config.rollout.max_tokens
+    requests = [_request(number, prompt, max_tokens=length) for number, prompt in enumerate(prompts)]
     rollouts = await generate_on_all(cluster.engines, requests)
     return 1 + sum(r.num_accepted for r in rollouts) / sum(r.num_verifications for r in rollouts)
+
+
+def _request(number: int, prompt: Prompt, *, max_tokens: int) -> RolloutRequest:
+    ids = prompt.token_ids
+    return RolloutRequest(group_id=GroupId(number), index=0, prompt_ids=ids, max_tokens=max_tokens, temperature=1.0)
 
 
 async def _pairs(config: Config, metrics: Path, recalls: int, context: Context) -> tuple[list[Pair], list[float]]:
@@ -221,9 +215,8 @@ async def _pairs(config: Config, metrics: Path, recalls: int, context: Context) 
         learner = cast("Learner", _HoldingLearner(parts.learner, turns))
         await train(replace(parts, drafter=cast("OnlineDrafter", turns), learner=learner), config, recorder)
         if recalls:
-            prompt_ids = next(task.prompts).token_ids
-            request = RolloutRequest(group_id=GroupId(0), index=0, prompt_ids=prompt_ids, max_tokens=1, temperature=1.0)
-            recall_s = await _recalls(cluster, recorder, request, recalls, context)
+            request = _request(0, next(task.prompts), max_tokens=1)
+            recall_s = await _recalls(cluster, recorder, request, recalls)
     recorder.close()
     return pairs_of(read_metrics(metrics)["step"]), recall_s
 
@@ -283,9 +276,7 @@ def _twice(prompts: Iterator[Prompt], size: int) -> Iterator[Prompt]:
         yield from batch
 
 
-async def _recalls(
-    cluster: Cluster, recorder: Recorder, request: RolloutRequest, number: int, context: Context
-) -> list[float]:
+async def _recalls(cluster: Cluster, recorder: Recorder, request: RolloutRequest, number: int) -> list[float]:
     """Measure seconds from a request for a leased device to its first token."""
     training = cluster.drafter
     assert isinstance(training, OnlineDrafterTraining)
@@ -306,11 +297,7 @@ async def _recalls(
 
     async with training.running(Journal(recorder)):
         training.open_phase()
-        times = []
-        for index in range(number):
-            times.append(await once(index))
-            if (index + 1) % 50 == 0:
-                context.progress(f"{index + 1} recalls, median {1000 * float(np.median(times)):.0f} ms")
+        times = [await once(index) for index in range(number)]
         await training.close_phase()
     return times
 

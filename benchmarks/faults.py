@@ -1,6 +1,6 @@
 """Kill and stop the processes of runs with real engines, at random.
 
-    busy     a machine with as many busy processes as cores, engines that compile, long prompts; trainers are killed
+    busy     a machine with as many busy processes as cores, engines that compile; trainers are killed
     steady   60 steps, an engine fault in every tenth
     dense    the same run continues with a fault every two or three steps: engines, learner, driver
 
@@ -19,7 +19,6 @@ Out of memory is simulated as the kernel does it: SIGKILL for the largest proces
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -147,7 +146,7 @@ def run(overrides: Sequence[str], context: Context) -> Record:
         common = [*_SETTINGS, f'run.directory="{root}"', *overrides]
         with closing(VictimRun(root / "busy")) as busy, _busy_machine():
             caches = {name: f"{root}/cache/{name}" for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")}
-            busy.start([_long_prompts(root), *common, *_BUSY_SETTINGS, "run.name=busy"], {**os.environ, **caches})
+            busy.start([str(ARENA), *common, *_BUSY_SETTINGS, "run.name=busy"], {**os.environ, **caches})
             for step in (2, 4):
                 found.plant(busy, KILL_TRAINER, step)
             busy.finish()
@@ -300,13 +299,3 @@ def _busy_machine() -> Iterator[None]:
         for process in busy:
             process.kill()
             process.wait()
-
-
-def _long_prompts(root: Path) -> str:
-    """Write prompts of about 900 tokens and a reward that varies; return the config's file."""
-    rows = [{"prompt": f"{number} " * (900 // (len(str(number)) + 1))} for number in range(100, 200)]
-    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (root / "odd.py").write_text("def odd(prompt, completion):\n    return float(len(completion) % 2)\n")
-    data = f'[data]\nkind = "jsonl"\npath = "{root}/prompts.jsonl"\nreward = "{root}/odd.py:odd"\nreward_workers = 1\n'
-    (root / "busy.toml").write_text(data, encoding="utf-8")
-    return str(root / "busy.toml")

@@ -73,7 +73,7 @@ class Fit:
 
 
 def run(overrides: Sequence[str], context: Context) -> Record:
-    """Fit again on the fitting half. The figures are the constants and assumptions to enter."""
+    """Fit again on the fitting half. The figures are the new constants and assumptions."""
     del overrides
     found = fit(split(cells())[0], context=context)
     record = Record(seeds=[SPLIT_SEED], details={"loss": found.loss})

@@ -5,12 +5,10 @@
     kv        FP8 KV cache
     both      both
 
-speed      arena:large in every arm, by batch size and draft length. Arms take turns on the same requests; a cell's time
-           is the median step of a visit. Tokens per second are the accepted length, pooled over an arm's batches, over
-           the step time.
-               fp8_plain_speedup   both over bf16 without drafts, where memory binds: a BF16 step of as many tokens
-                                   takes at most 1.5 times one of a single token
-               fp8_spec_speedup    both over bf16, each at its best draft length, where memory binds
+speed      arena:large with its drafter, by batch size and draft length. Arms take turns, pass by pass. Memory binds
+           while a BF16 step of as many tokens takes at most 1.5 times one of a single token.
+               fp8_plain_speedup   tokens/s of both over bf16 without drafts, where memory binds
+               fp8_spec_speedup    the same, each at its best draft length
                kv_capacity_ratio   tokens in the same KV memory, kv over bf16
 mismatch   k3 of arena:small's rollouts to the learner, by arm, without and with speculation (k3_ARM, k3_ARM_spec)
 scales     arena:small with keys times 256 and queries over 256: the same function, but a scale of 1 cannot hold the
@@ -25,12 +23,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -39,6 +37,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import Record
+from benchmarks.rates import rate
 from benchmarks.workload import ENGINE, MODEL, SOURCE, arena_requests, one_of
 from paceline.config import (
     EagleDrafter,
@@ -55,9 +54,11 @@ from paceline.learner.objective import mismatch
 from paceline.measure import Goal
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
-from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine
+from paceline.rollout.stepped import Order, SteppedEngine
+from paceline.selector.tuning import Cells
+from paceline.sessions.tune import visit_cells
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
-from paceline.types import Rollout, RolloutRequest, Sample
+from paceline.types import Rollout, Sample
 from paceline.weights.shared_memory import ShmSender
 
 ARMS: Mapping[str, dict[str, str]] = {
@@ -66,12 +67,8 @@ ARMS: Mapping[str, dict[str, str]] = {
     "kv": {"kv_cache": "fp8"},
     "both": {"weights": "fp8", "kv_cache": "fp8"},
 }
-DRAFTING_ARMS = ("bf16", "both")
-BATCHES = (1, 2, 4, 8, 16, 32)
-DRAFT_LENGTHS = (3, 5)
+BATCHES, LENGTHS = (1, 2, 4, 8, 16, 32), (0, 3, 5)
 _PASSES = 3
-_STEPS = {0: 12, 3: 8, 5: 8}
-"""Steps of a visit by draft length, if every draft is accepted whole."""
 _MEMORY_BOUND = 1.5
 CONFIG = ENGINE.model_copy(update={"max_num_seqs": max(BATCHES), "kv_cache_gb": 1.5})
 SAMPLING = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=0.5)
@@ -87,40 +84,13 @@ GOALS: dict[str, Goal] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    batch: int
-    k: int
-    """0 without a drafter."""
-
-
-@dataclass(slots=True)
-class Timings:
-    """Median step of each of an arm's visits to a cell, and its draft counts by draft length."""
-
-    step_s: dict[Cell, list[float]] = field(default_factory=lambda: defaultdict(list))
-    emitted: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    rows: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """Requests over all steps: each emits its accepted length."""
-    capacity: int = 0
-
-    def accepted_length(self, k: int) -> float:
-        return self.emitted[k] / self.rows[k] if k else 1.0
-
-    def rates(self, cell: Cell) -> list[float]:
-        """Return tokens per second, visit by visit."""
-        return [cell.batch * self.accepted_length(cell.k) / seconds for seconds in self.step_s[cell]]
-
-
 def run(overrides: Sequence[str], context: Context) -> Record:
     del overrides
-    timings = {arm: Timings() for arm in ARMS}
-    drafter = resolve_drafter(f"{MODEL}/eagle3", context)
-    _time(timings, None, context)
-    _time(timings, _speculation(drafter), context)
-    small = resolve_policy(SOURCE, context)
     record = Record(goals=GOALS, config={"model": MODEL, "trained": SOURCE, "engine": CONFIG.model_dump(mode="json")})
-    compare_speed(record, timings)
+    cells, capacity = _time(context)
+    compare_speed(record, cells)
+    record.add("kv_capacity_ratio", capacity["kv"] / capacity["bf16"])
+    small = resolve_policy(SOURCE, context)
     asyncio.run(_mismatches(record, small, resolve_drafter(f"{SOURCE}/eagle3", context), context))
     k3 = asyncio.run(_scales(small, context))
     record.ratios(
@@ -131,12 +101,12 @@ def run(overrides: Sequence[str], context: Context) -> Record:
     )
     # Pooled: a few tokens with a large gap dominate k3, and differ from draw to draw.
     record.figures["k3_recalibrated_over_oracle"] = sum(k3["recalibrated"]) / sum(k3["oracle"])
-    record.details["k3"] = k3
+    record.details |= {"kv_tokens": capacity, "k3": k3}
     return record
 
 
 def _speculation(drafter: Path) -> SpeculationConfig:
-    longest = max(DRAFT_LENGTHS)
+    longest = max(LENGTHS)
     return SpeculationConfig(
         drafter=EagleDrafter(path=str(drafter)),
         max_draft_length=longest,
@@ -147,89 +117,53 @@ def _speculation(drafter: Path) -> SpeculationConfig:
 # Speed and capacity.
 
 
-def _time(timings: Mapping[str, Timings], speculation: SpeculationConfig | None, context: Context) -> None:
+def _time(context: Context) -> tuple[dict[str, Cells], dict[str, int]]:
+    """Return measured steps and the tokens of the KV cache, by arm."""
     model_path, cpus = resolve_policy(MODEL, context), sorted(os.sched_getaffinity(0))
-    arms = list(ARMS) if speculation is None else list(DRAFTING_ARMS)
-    lengths = (0,) if speculation is None else DRAFT_LENGTHS
+    speculation = _speculation(resolve_drafter(f"{MODEL}/eagle3", context))
     prompts = arena_requests(model_path, num_prompts=max(BATCHES), group_size=1, max_tokens=1, seed=0)
-    cells = [Cell(batch, k) for batch in BATCHES for k in lengths]
+    cells: dict[str, Cells] = {arm: defaultdict(list) for arm in ARMS}
     engines: dict[str, SteppedEngine] = {}
+    capacity: dict[str, int] = {}
     with ExitStack() as stack:
-        for arm in arms:  # one after another, because compiling uses every core
-            context.progress(f"starting {arm}{'' if speculation is None else ' with speculation'}")
-            config = one_of(CONFIG.model_copy(update=ARMS[arm]), len(arms))
+        for arm, precision in ARMS.items():  # one after another, because compiling uses every core
+            context.progress(f"starting {arm}")
+            config = one_of(CONFIG.model_copy(update=precision), len(ARMS))
             engines[arm] = SteppedEngine(model_path, config, seed=0, cpus=cpus, speculation=speculation)
             stack.callback(engines[arm].close)
-            capacity = engines[arm].wait()
-            if speculation is None:  # a drafter has a part of the cache
-                timings[arm].capacity = capacity
-        for number in range(_PASSES + 1):  # the first fills prefix caches and is not measured
-            rng = random.Random(number)  # noqa: S311
-            for cell in rng.sample(cells, len(cells)):
-                for arm in rng.sample(arms, len(arms)):
-                    batch = engines[arm].run(_order(cell, prompts))
-                    if number:
-                        _note(timings[arm], cell, batch)
-            context.progress(f"pass {number} of {_PASSES} over {len(cells)} cells")
+            capacity[arm] = engines[arm].wait()
+        for number in range(_PASSES + 1):
+            for arm, engine in engines.items():
+                if number == 0:  # fill prefix caches
+                    engine.run(Order(requests=prompts, name="warm-up"))
+                else:
+                    visit_cells(engine, prompts, cells[arm], number, batches=BATCHES, lengths=LENGTHS)
+            context.progress(f"pass {number} of {_PASSES}")
+    return cells, capacity
 
 
-def _order(cell: Cell, prompts: Sequence[RolloutRequest]) -> Order:
-    # As many tokens as the steps can emit, so that no request leaves the batch early.
-    requests = [replace(prompt, max_tokens=_STEPS[cell.k] * (cell.k + 1)) for prompt in prompts[: cell.batch]]
-    selector = FixedSelector(draft_length=cell.k) if cell.k else None
-    return Order(requests=requests, selector=selector, name=f"k={cell.k}", to_the_end=True)
-
-
-def _note(timings: Timings, cell: Cell, batch: SteppedBatch) -> None:
-    if not cell.k:
-        timings.step_s[cell].append(median(seconds for active, seconds in batch.step_s[1:] if active == cell.batch))
-        return
-    steps = [step for step in batch.steps[1:] if step.verified == cell.k and step.num_requests == cell.batch]
-    timings.step_s[cell].append(median(step.seconds for step in steps))
-    timings.emitted[cell.k] += sum(step.num_emitted for step in steps)
-    timings.rows[cell.k] += sum(step.num_requests for step in steps)
-
-
-def compare_speed(record: Record, timings: Mapping[str, Timings]) -> None:
-    bf16, both = timings["bf16"], timings["both"]
+def compare_speed(record: Record, cells: Mapping[str, Cells]) -> None:
+    step_s = {cell: median(step.seconds for step in steps) for cell, steps in cells["bf16"].items()}
+    rates = {arm: {cell: rate(steps) for cell, steps in found.items()} for arm, found in cells.items()}
 
     def memory_binds(batch: int, k: int) -> bool:
-        """Return whether a plain BF16 step of as many tokens is bound by memory."""
-        as_many = Cell(batch * (k + 1), 0)
-        alone_s = median(bf16.step_s[Cell(1, 0)])
-        return batch == 1 or (as_many in bf16.step_s and median(bf16.step_s[as_many]) <= _MEMORY_BOUND * alone_s)
+        return step_s.get((batch * (k + 1), 0), inf) <= _MEMORY_BOUND * step_s[1, 0] or batch == 1
 
-    def best(found: Timings, batch: int) -> list[float]:
-        return max((found.rates(Cell(batch, k)) for k in DRAFT_LENGTHS), key=median)
+    def best(arm: str, batch: int) -> float:
+        return max(rates[arm][batch, k] for k in LENGTHS if k)
 
-    def ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
-        return median(a / b for a, b in zip(mine, theirs, strict=True))
-
-    drafted = [batch for batch in BATCHES if memory_binds(batch, min(DRAFT_LENGTHS))]
-    plain = [Cell(batch, 0) for batch in BATCHES if memory_binds(batch, 0)]
+    drafting = [batch for batch in BATCHES if memory_binds(batch, min(k for k in LENGTHS if k))]
+    plain = [batch for batch in BATCHES if memory_binds(batch, 0)]
     record.ratios(
         {
-            "fp8_spec_speedup": [ratio(best(both, batch), best(bf16, batch)) for batch in drafted],
-            "fp8_plain_speedup": [ratio(both.rates(cell), bf16.rates(cell)) for cell in plain],
+            "fp8_spec_speedup": [best("both", batch) / best("bf16", batch) for batch in drafting],
+            "fp8_plain_speedup": [rates["both"][batch, 0] / rates["bf16"][batch, 0] for batch in plain],
         }
     )
-    record.add("kv_capacity_ratio", timings["kv"].capacity / bf16.capacity)
-    record.details |= {
-        "tokens_per_s": _table(timings, lambda arm, cell: median(timings[arm].rates(cell))),
-        "over_bf16": _table(timings, lambda arm, cell: ratio(timings[arm].rates(cell), bf16.rates(cell))),
-        "accepted_length": {arm: {k: timings[arm].accepted_length(k) for k in DRAFT_LENGTHS} for arm in DRAFTING_ARMS},
-        "kv_tokens": {arm: found.capacity for arm, found in timings.items()},
-        "memory_bound": drafted,
-    }
-
-
-def _table(timings: Mapping[str, Timings], value: Callable[[str, Cell], float]) -> dict[str, dict[str, float]]:
-    """Return values by cell, then by arm."""
-    return {
-        f"batch {cell.batch} k {cell.k}": {
-            arm: value(arm, cell) for arm, found in timings.items() if cell in found.step_s
-        }
-        for cell in sorted(timings["bf16"].step_s, key=lambda cell: (cell.k, cell.batch))
+    record.details["memory_bound"] = drafting
+    record.details["tokens_per_s"] = {
+        f"batch {batch} k {k}": {arm: found[batch, k] for arm, found in rates.items()}
+        for batch, k in sorted(rates["bf16"])
     }
 
 

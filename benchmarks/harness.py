@@ -1,4 +1,4 @@
-"""What the benches share: the record of their figures, and runs that are trained by turns."""
+"""The record of a bench's figures, and runs that are trained by turns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from paceline.report.recorded import RecordedRun, read_run
 from paceline.sessions.train import run as run_session
 
 ARENA = CONFIGS / "arena.toml"
-BUDGET_S = 28 * 60
-"""Time for the benches against TRL, whose number of repetitions adapts to the machine."""
 T = TypeVar("T")
 
 

@@ -3,12 +3,10 @@
     plain        stock TRL's colocated generation (`VLLMGeneration`) in a process of its own
     paceline     the same program with PACELINE=speculation.toml, which names the arena's DFlash drafter
 
-Both engines are alive at once on all cores, with the same precision, and take turns batch by batch, each first every
-other time. Ratios are of batches with the same prompts, without the first ones, in which the selector learns. A batch
-is groups of siblings of the arena's large policy, all active from the first step to the last: every answer has the same
-number of tokens (`ignore_eos`), so there is no tail with few active requests, where speculation gains most (see the
-bench `rollout`). Prompts are the arena's longest, with the longest answers; `past_end_share` is the share of tokens
-after an end.
+Both engines are alive at once on all cores, with the same precision, and take turns batch by batch. Ratios are of
+batches with the same prompts, without the first ones, in which the selector learns. A batch is groups of siblings of
+arena:large. Every answer has the same number of tokens (`ignore_eos`), so there is no tail with few active requests,
+where speculation gains most (see the bench `rollout`). Prompts are the arena's longest: few tokens come after an end.
 
     trl_generation_speedup       seconds of a batch, plain over paceline, 8 active; median of the pairs
     trl_generation_speedup_16    the same with 16 active
@@ -17,41 +15,33 @@ after an end.
                                  tokens per second x seconds of a step of one token, plain
     active_over_ridge            8 over ridge_tokens: drafts of k tokens are nearly free while this times (k + 1) is
                                  below 1, which bounds the speedup on the machine for every drafter
-
-Both arms read the prompts first, which no draft speeds up: `details.prefill_share` is its share of a plain batch.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
-from benchmarks.harness import BUDGET_S, Record
-from benchmarks.stock_trl.environment import host_environment, trl_site
+from benchmarks.harness import Record
 from benchmarks.stock_trl.generation import GeneratedBatch, GenerationSettings
-from benchmarks.stock_trl.process import HostProcess
-from benchmarks.workload import MODEL, Ridge, arena_requests, asked_for, drafter_path, long_requests, past_end_share
+from benchmarks.stock_trl.process import HostProcess, host_environment, trl_site
+from benchmarks.workload import MODEL, Ridge, arena_requests, asked_for, drafter_path, long_requests
 from paceline.config import SpeculationConfig
 from paceline.context import Context
 from paceline.devices import fast_precision
-from paceline.rollout.arguments import end_tokens
 from paceline.sessions.workloads import resolve_policy
 
 ARMS = ("plain", "paceline")
 GROUP_SIZE = 4
 ACTIVE, MANY_ACTIVE = 8, 16
 WARMUP, REPETITIONS = 2, 10
-"""Pairs of batches of each size: those that are not counted, and those that are, fewer on a slow machine."""
+"""Pairs of batches of each size, uncounted and counted."""
 MAX_TOKENS = 256
-SHARES = {ACTIVE: 0.65, MANY_ACTIVE: 1.0}
-"""By number of active requests, the share of the time after the start that may be spent when its pairs end."""
 _SETTLE_S = 0.5
 """Pause before a turn: threads of the other engine spin for a moment after their last step."""
 
@@ -61,22 +51,17 @@ Pair = Mapping[str, GeneratedBatch]
 
 
 def run(overrides: Sequence[str], context: Context) -> Record:
-    began_s = time.monotonic()
     asked = asked_for(overrides, bench="hosts")
     model_path = resolve_policy(MODEL, context)
     settings = GenerationSettings(
-        model=str(model_path), dtype=fast_precision(), max_model_len=768, max_num_seqs=MANY_ACTIVE, speculates=False
+        model=str(model_path), dtype=fast_precision(), max_model_len=768, max_num_seqs=MANY_ACTIVE
     )
     with _hosts(settings, speculation_file(asked, drafter_path(asked, context)), context) as (hosts, versions):
         ridges = [_ridge(hosts["plain"], model_path, seed) for seed in (1, 2, 3)]
         pairs: dict[int, list[Pair]] = {}
-        prompt_tokens: dict[int, int] = {}
-        ready_s = time.monotonic()
-        for active, share in SHARES.items():
+        for active in (ACTIVE, MANY_ACTIVE):
             batches = siblings(model_path, num_batches=WARMUP + REPETITIONS, num_groups=active // GROUP_SIZE)
-            until_s = ready_s + share * (began_s + BUDGET_S - ready_s)
-            pairs[active] = _measure(hosts, batches, MAX_TOKENS, until_s, context)[WARMUP:]
-            prompt_tokens[active] = sum(map(len, batches[0]))
+            pairs[active] = _measure(hosts, batches, context)[WARMUP:]
     subject = {"model": MODEL, "drafter": asked.drafter.kind, "max_draft_length": asked.max_draft_length, **versions}
     record = Record(
         goals={"trl_generation_speedup": (">=", 2.0)},
@@ -87,21 +72,10 @@ def run(overrides: Sequence[str], context: Context) -> Record:
     record.median("active_over_ridge", [ACTIVE / ridge.tokens for ridge in ridges])
     record.details |= {
         "ridge": [asdict(ridge) for ridge in ridges],
-        "prefill_share": {active: _prefill_share(prompt_tokens[active], ridges, pairs[active]) for active in pairs},
-        "past_end_share": {
-            arm: past_end_share(
-                [ids for found in pairs.values() for pair in found for ids in pair[arm].token_ids],
-                end_tokens(model_path),
-            )
-            for arm in ARMS
+        "batches": {
+            active: [{arm: pair[arm].seconds for arm in ARMS} for pair in found] for active, found in pairs.items()
         },
-        "seconds": {
-            active: {arm: [pair[arm].seconds for pair in found] for arm in ARMS} for active, found in pairs.items()
-        },
-        "counters": {
-            active: dict(sum((Counter(pair["paceline"].counters) for pair in found), Counter[str]()))
-            for active, found in pairs.items()
-        },
+        "counters": {active: [pair["paceline"].counters for pair in found] for active, found in pairs.items()},
     }
     return record
 
@@ -131,7 +105,7 @@ def _hosts(
             hosts[arm] = stack.enter_context(
                 HostProcess(
                     "benchmarks.stock_trl.generation",
-                    asdict(settings) | {"speculates": named is not None},
+                    asdict(settings),
                     environ=host_environment(os.environ, site, kv_cache_gb=2, speculation=named),
                     log=Path(directory, f"{arm}.log"),
                 )
@@ -149,16 +123,10 @@ def siblings(model_path: Path, *, num_batches: int, num_groups: int) -> list[Pro
     ]
 
 
-def _measure(
-    hosts: Mapping[str, HostProcess], batches: Sequence[Prompts], max_tokens: int, until_s: float, context: Context
-) -> list[Pair]:
-    """Time pairs until the time is up, but at least one that counts."""
+def _measure(hosts: Mapping[str, HostProcess], batches: Sequence[Prompts], context: Context) -> list[Pair]:
     found: list[Pair] = []
     for number, prompts in enumerate(batches):
-        longest_s = max((sum(batch.seconds for batch in pair.values()) for pair in found), default=0.0)
-        if number > WARMUP and time.monotonic() + longest_s > until_s:
-            break
-        pair = {arm: _generate(hosts[arm], prompts, max_tokens) for arm in (ARMS if number % 2 else reversed(ARMS))}
+        pair = {arm: _generate(hosts[arm], prompts, MAX_TOKENS) for arm in (ARMS if number % 2 else reversed(ARMS))}
         found.append(pair)
         context.progress(
             f"batch {number + 1} of {len(batches)}, {len(prompts)} active: plain {pair['plain'].seconds:.2f} s, "
@@ -183,12 +151,6 @@ def _ridge(host: HostProcess, model_path: Path, seed: int) -> Ridge:
         for asked, max_tokens in ((prompts, 1), (prompts[:1], 1), (prompts[:1], 25))
     )
     return Ridge(prefill_tokens_per_s=sum(map(len, prompts)) / reading, one_token_s=(more - first) / 24)
-
-
-def _prefill_share(num_tokens: int, ridges: Sequence[Ridge], pairs: Sequence[Pair]) -> float:
-    """Return the prompts' share of a plain batch. Siblings share no prompt: vLLM's blocks on CPUs are longer."""
-    rate = median(ridge.prefill_tokens_per_s for ridge in ridges)
-    return num_tokens / rate / median(pair["plain"].seconds for pair in pairs)
 
 
 def compare(record: Record, pairs: Mapping[int, Sequence[Pair]]) -> None:

@@ -8,8 +8,7 @@ correction   bf16      rollouts in BF16, no correction
              fp8_tis   the same with token-tis, C = 2
              fp8_mis   the same with token-mis
              The guard only observes. `correction_within_spread` is 1 if the mean final accuracy of both corrected arms
-             is not lower than that of BF16 by more than the range of the BF16 seeds. As many runs as there are cores
-             are trained at a time, each on one core.
+             is not lower than that of BF16 by more than the range of the BF16 seeds.
 
 stream       sync      run.max_age=0: engines wait while the learner works
              stream    run.max_age=2: the learner takes groups as they finish, and engines continue
@@ -22,19 +21,14 @@ stream       sync      run.max_age=0: engines wait while the learner works
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import ARENA, Record, by_seed, resolved, train, train_by_turns
-from paceline.config import load_config
+from benchmarks.harness import ARENA, Record, by_seed, resolved, train_by_turns
 from paceline.context import Context
 from paceline.metrics import read_metrics
 from paceline.report.recorded import Interval, RecordedRun
@@ -91,9 +85,8 @@ class Training:
 
 
 def run(overrides: Sequence[str], context: Context) -> Record:
-    found = train_by_turns({"rl": overrides}, SEEDS, context, summarise)
+    record, found = _train({"rl": overrides}, context)
     gains = [training.gain for training in found["rl"]]
-    record = _record("rl", {"rl": overrides}, found)
     record.goals = {"gain_min": (">=", 10.0), "steps": ("<=", 40.0)}
     record.mean("gain_mean", gains)
     record.add("gain_min", min(gains), max(gains) - min(gains))
@@ -103,49 +96,46 @@ def run(overrides: Sequence[str], context: Context) -> Record:
 
 def correction(overrides: Sequence[str], context: Context) -> Record:
     arms = {arm: ["guard.mode=observe", *overrides, *settings] for arm, settings in PRECISIONS.items()}
-    found = _train_at_once(arms, context)
-    record = _record("bf16", arms, found)
+    record, found = _train(arms, context)
     record.goals = {"correction_within_spread": (">=", 1.0)}
     compare_precisions(record, found)
     return record
 
 
 def stream(overrides: Sequence[str], context: Context) -> Record:
-    arms = {arm: [*_STREAM, *overrides, f"run.max_age={age}"] for arm, age in (("sync", 0), ("stream", 2))}
-    found = train_by_turns(arms, SEEDS, context, summarise)
-    record = _record("stream", arms, found)
-    record.goals = {
-        "stream_within_spread": (">=", 1.0),
-        "idle_over_sync": ("<=", 0.3),
-        "max_age_exceeded": ("<=", 0.0),
-    }
+    arms = {arm: [*_STREAM, *overrides, f"run.max_age={age}"] for arm, age in (("stream", 2), ("sync", 0))}
+    record, found = _train(arms, context)
+    record.goals = {"stream_within_spread": (">=", 1.0), "idle_over_sync": ("<=", 0.3), "max_age_exceeded": ("<=", 0.0)}
     compare_streams(record, found)
     return record
 
 
-def _record(shown: str, arms: Mapping[str, Sequence[str]], found: Mapping[str, Sequence[Training]]) -> Record:
+def _train(arms: Mapping[str, Sequence[str]], context: Context) -> tuple[Record, dict[str, list[Training]]]:
+    """Train the arms; the record has the first one's config."""
+    found = train_by_turns(arms, SEEDS, context, summarise)
     details = {"arms": dict(arms), "runs": by_seed(found, SEEDS)}
-    return Record(seeds=SEEDS, config=resolved(ARENA, arms[shown]), details=details)
+    return Record(seeds=SEEDS, config=resolved(ARENA, next(iter(arms.values()))), details=details), found
 
 
-def compare_precisions(record: Record, found: Mapping[str, Sequence[Training]]) -> None:
+def _compare(record: Record, found: Mapping[str, Sequence[Training]]) -> None:
     for arm, runs in found.items():
         record.mean(f"accuracy_{arm}", [training.final for training in runs])
         record.mean(f"gain_{arm}", [training.gain for training in runs])
         record.mean(f"k3_{arm}", [training.k3 for training in runs])
         record.mean(f"seconds_per_step_{arm}", [training.step_s for training in runs])
+        record.mean(f"idle_share_{arm}", [training.idle_s / training.engine_s for training in runs])
+        record.mean(f"age_mean_{arm}", [training.age_mean for training in runs])
+
+
+def compare_precisions(record: Record, found: Mapping[str, Sequence[Training]]) -> None:
+    _compare(record, found)
     least = record.figures["accuracy_bf16"] - record.spread["accuracy_bf16"]
     within = all(record.figures[f"accuracy_{arm}"] >= least for arm in ("fp8_tis", "fp8_mis"))
     record.add("correction_within_spread", within)
 
 
 def compare_streams(record: Record, found: Mapping[str, Sequence[Training]]) -> None:
-    for arm, runs in found.items():
-        record.mean(f"accuracy_{arm}", [training.final for training in runs])
-        record.mean(f"gain_{arm}", [training.gain for training in runs])
-        record.mean(f"idle_share_{arm}", [training.idle_s / training.engine_s for training in runs])
-        record.mean(f"age_mean_{arm}", [training.age_mean for training in runs])
-        record.mean(f"step_s_{arm}", [training.step_s for training in runs])
+    _compare(record, found)
     idle_s = {arm: [training.idle_s for training in runs] for arm, runs in found.items()}
     record.ratios({"idle_over_sync": [a / b for a, b in zip(idle_s["stream"], idle_s["sync"], strict=True)]})
     record.figures["idle_over_sync"] = sum(idle_s["stream"]) / sum(idle_s["sync"])
@@ -191,34 +181,3 @@ def idle_time(found: RecordedRun, syncs: Sequence[Interval]) -> tuple[float, flo
         idle_s += seconds(subtract(counted, subtract(busy, syncs)))
         engine_s += seconds(counted)
     return idle_s, engine_s
-
-
-def _train_at_once(arms: Mapping[str, Sequence[str]], context: Context) -> dict[str, list[Training]]:
-    """Train every arm once per seed, each run on a core of its own."""
-    spawn, cores = get_context("spawn"), sorted(os.sched_getaffinity(0))
-    free = spawn.Queue()
-    for core in cores:
-        free.put(core)
-    for settings in arms.values():  # a wrong key must not show in the second hour
-        load_config(ARENA, settings)
-    with ProcessPoolExecutor(len(cores), mp_context=spawn, initializer=_bind, initargs=(free,)) as pool:
-        waiting = [
-            (seed, arm, pool.submit(_train_quietly, [*settings, f"run.seed={seed}"], context.cache_root))
-            for seed in SEEDS
-            for arm, settings in arms.items()
-        ]
-        found: dict[str, list[Training]] = {arm: [] for arm in arms}
-        for seed, arm, training in waiting:
-            found[arm].append(training.result())
-            context.progress(f"seed {seed}, {arm}: {found[arm][-1]}")
-    return found
-
-
-def _bind(free: Queue[int]) -> None:
-    """Bind this process, and all that it starts, to one core."""
-    os.sched_setaffinity(0, {free.get()})
-
-
-def _train_quietly(settings: Sequence[str], cache_root: Path) -> Training:
-    """Train without progress reports, which would mix with those of other runs."""
-    return train(settings, Context(report=lambda line: None, cache_root=cache_root), summarise)

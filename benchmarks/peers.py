@@ -20,7 +20,6 @@ rollouts (with eight, TRL's process was killed at 22 GB): benchmarks/README.md h
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import gcd
@@ -30,10 +29,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks import step
-from benchmarks.harness import ARENA, BUDGET_S, Record, by_seed, resolved, train
+from benchmarks.harness import ARENA, Record, by_seed, resolved, train
 from benchmarks.step import WARMUP
-from benchmarks.stock_trl.environment import host_environment, trl_site
-from benchmarks.stock_trl.process import HostProcess
+from benchmarks.stock_trl.process import HostProcess, host_environment, trl_site
 from benchmarks.stock_trl.training import TrainingSettings
 from paceline.config import ArenaData, Config, load_config
 from paceline.context import Context
@@ -78,8 +76,6 @@ class PeerRun:
 
 
 def run(overrides: Sequence[str], context: Context) -> Record:
-    """Train both arms once per seed, with fewer seeds on a slow machine."""
-    began_s = time.monotonic()
     settings = [*_SETTINGS, f"rollout.engine.dtype={fast_precision()}", *overrides]
     steps = load_config(ARENA, settings).run.steps
     if steps <= WARMUP:
@@ -87,28 +83,19 @@ def run(overrides: Sequence[str], context: Context) -> Record:
     site = trl_site(context)
     runs: dict[str, list[PeerRun]] = {arm: [] for arm in ARMS}
     for turn, seed in enumerate(SEEDS):
-        if is_late(turn, time.monotonic() - began_s):
-            context.progress(f"time is up after {turn} of {len(SEEDS)} seeds")
-            break
         own = [*settings, f"run.seed={seed}"]
         for arm in reversed(ARMS) if turn % 2 else ARMS:
             found = _train_trl(load_config(ARENA, own), site, context) if arm == "trl" else train(own, context, _ours)
             runs[arm].append(found)
             context.progress(f"seed {seed}, {arm}: {found}")
-    seeds = SEEDS[: len(runs["trl"])]
     record = Record(
         goals={"generation_over_trl": (">=", 2.5), "rest_of_step_over_trl": ("<=", 1.0)},
-        seeds=seeds,
+        seeds=SEEDS,
         config=resolved(ARENA, settings),
-        details={"warmup_steps": WARMUP, "microbatch_trl": MICROBATCH, "trl": site.name, "runs": by_seed(runs, seeds)},
+        details={"warmup_steps": WARMUP, "microbatch_trl": MICROBATCH, "trl": site.name, "runs": by_seed(runs, SEEDS)},
     )
     compare(record, runs)
     return record
-
-
-def is_late(num_done: int, elapsed_s: float) -> bool:
-    """Return whether another seed would end after the budget, at the pace so far."""
-    return num_done > 0 and elapsed_s * (num_done + 1) / num_done > BUDGET_S
 
 
 def _ours(recorded: RecordedRun, directory: Path) -> PeerRun:
@@ -140,29 +127,47 @@ def trl_settings(config: Config, model_path: Path, output_dir: Path) -> Training
     """Return TRL's settings for the same run as ours."""
     assert isinstance(config.data, ArenaData)
     rollout, learner = config.rollout, config.learner
+    num_rollouts = rollout.prompts_per_step * rollout.group_size
+    microbatch = gcd(MICROBATCH, num_rollouts)
     return TrainingSettings(
         model=str(model_path),
-        output_dir=str(output_dir),
         engine_dtype=rollout.engine.dtype,
-        learner_dtype=learner.dtype,
         on_gpu=on_gpu(),
-        seed=config.run.seed,
         data_seed=config.data.seed + config.run.seed,
-        num_steps=config.run.steps,
-        prompts_per_step=rollout.prompts_per_step,
-        group_size=rollout.group_size,
-        microbatch=gcd(MICROBATCH, rollout.prompts_per_step * rollout.group_size),
-        max_tokens=rollout.max_tokens,
-        max_model_len=rollout.engine.max_model_len,
-        temperature=rollout.temperature,
-        learning_rate=learner.learning_rate,
-        warmup_steps=learner.warmup_steps,
-        betas=learner.betas,
-        weight_decay=learner.weight_decay,
-        max_grad_norm=learner.max_grad_norm,
-        clip_low=config.objective.clip_low,
-        clip_high=config.objective.clip_high,
-        weight_cap=config.correction.cap,
+        num_prompts=config.run.steps * rollout.prompts_per_step,
+        grpo={
+            "output_dir": str(output_dir),
+            "seed": config.run.seed,
+            "max_steps": config.run.steps,
+            "per_device_train_batch_size": microbatch,
+            "gradient_accumulation_steps": num_rollouts // microbatch,
+            "num_generations": rollout.group_size,
+            "max_completion_length": rollout.max_tokens,
+            "temperature": rollout.temperature,
+            "learning_rate": learner.learning_rate,
+            "lr_scheduler_type": "constant_with_warmup",
+            "warmup_steps": learner.warmup_steps,
+            "adam_beta1": learner.betas[0],
+            "adam_beta2": learner.betas[1],
+            "weight_decay": learner.weight_decay,
+            "max_grad_norm": learner.max_grad_norm,
+            "epsilon": config.objective.clip_low,
+            "epsilon_high": config.objective.clip_high,
+            "loss_type": "dapo",
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_max": config.correction.cap,
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_max_model_length": rollout.engine.max_model_len,
+            "model_init_kwargs": {"dtype": "float32"},  # master weights, as our learner's
+            "bf16": learner.dtype == "bfloat16",
+            "gradient_checkpointing": False,  # there is enough memory
+            "shuffle_dataset": False,  # prompts in the order of our loop
+            "use_cpu": not on_gpu(),
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        },
     )
 
 

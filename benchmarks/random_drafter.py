@@ -1,4 +1,4 @@
-"""A drafter of the usual cost that guesses nothing: what a selector must not let slow an engine down."""
+"""A drafter of the usual cost with random weights, which must not slow an engine down."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.drafters.checkpoint import write_checkpoint
 
 
 def random_drafter(like: Path, out: Path, *, seed: int) -> None:
-    """Write a copy of the checkpoint `like` whose matrices are random."""
+    """Write a copy of the checkpoint `like` with random matrices."""
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(like / "model.safetensors")
     for name, weight in weights.items():

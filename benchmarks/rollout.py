@@ -18,8 +18,7 @@ about 0.4 of the measured ridge are active.
 
 The arms of a group take turns, each on an engine of its own, a hundredth of the batch (a few steps) at a time, so that
 drift of the machine slows all of them alike; an arm's seconds are those of its own steps. Figures are ratios within a
-group, medians over rounds. `tail_speedup` is the rate with at most two active requests, pooled over all batches: rounds
-are added until each arm has 500 such tokens, within `BUDGET_S`. Overrides name the drafter and the longest draft.
+group, medians over rounds. Overrides name the drafter and the longest draft.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from __future__ import annotations
 import math
 import random
 import tempfile
-import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,14 +39,8 @@ from benchmarks.rates import (
     Round,
     best_table,
     bucket_of,
-    compared,
     name_of,
-    rate_by_batch,
     speedup_by_batch,
-    tail,
-    tail_rate,
-    tail_ratios,
-    wants_more,
 )
 from benchmarks.workload import (
     ENGINE,
@@ -63,6 +54,7 @@ from benchmarks.workload import (
     engines,
     fastest,
     grouped,
+    past_end_share,
 )
 from paceline.config import (
     FixedSelector,
@@ -85,11 +77,9 @@ ROUNDS = 4
 RIDGE_SHARE = 0.4
 PART = 0.01
 """Share of a batch that an arm generates in its turn: a few steps."""
-BUDGET_S = 68 * 60
 GOALS: dict[str, Goal] = {
     "makespan_speedup": (">=", 3.0),
     "makespan_speedup_64": (">=", 2.2),
-    "tail_speedup": (">=", 4.0),
     "of_hindsight": (">=", 0.97),
     "over_simple_selector": (">=", 1.0),
     "k0_ratio": (">=", 0.97),
@@ -111,8 +101,6 @@ class _ArmGroup:
     arms: Sequence[RolloutArm]
     work: RequestSet
     most_active: int = ACTIVE
-    note: str = ""
-    """Suffix of the arms' names where the work differs from the first group's."""
 
 
 PLAIN = RolloutArm("plain", None, "plain")
@@ -135,7 +123,7 @@ def _with_drafter(speculation: SpeculationConfig, path: Path) -> SpeculationConf
 
 
 def _measure(kinds: Mapping[str, SpeculationConfig | None], drafts: SpeculationConfig, context: Context) -> Record:
-    began_s, model_path, config = time.monotonic(), resolve_policy(MODEL, context), fastest(CONFIG)
+    model_path, config = resolve_policy(MODEL, context), fastest(CONFIG)
     context.progress("drawing lengths")
     small = resolve_policy(SOURCE, context)
     with engines(small, [None], seed=0, context=context, config=config) as (one,):
@@ -147,13 +135,10 @@ def _measure(kinds: Mapping[str, SpeculationConfig | None], drafts: SpeculationC
         survey = arms.survey(_every(4, work), drafts.max_draft_length)
         table = best_table(survey)
         groups = _groups(survey, table, work)
-        rounds, machine = arms.rounds(groups, began_s + BUDGET_S)
+        rounds, machine = arms.rounds(groups)
     subject = {"model": MODEL, "drafter": drafts.drafter.kind, "max_draft_length": drafts.max_draft_length}
     record = Record(goals=GOALS, config=subject | {"engine": config.model_dump(mode="json")})
     record.ratios(ratios(rounds))
-    tails = {arm: tail(compared(rounds, arm)) for arm in ("plain", "selector")}
-    record.figures["tail_speedup"] = tail_rate(compared(rounds, "selector")) / tail_rate(compared(rounds, "plain"))
-    record.add("tail_tokens", min(tokens for tokens, _ in tails.values()))
     record.median("ridge_tokens", [ridge.tokens for ridge in ridges])
     by_batch = speedup_by_batch([round_[0] for round_ in rounds])
     at_ridge = bucket_of(max(1, min(ACTIVE, round(RIDGE_SHARE * record.figures["ridge_tokens"]))))
@@ -163,16 +148,12 @@ def _measure(kinds: Mapping[str, SpeculationConfig | None], drafts: SpeculationC
     record.add("length_max", max(work.lengths))
     record.details |= {
         "lengths": work.lengths,
-        "past_end_share": median(work.past_end_share(batch) for batch in rounds[-1][0].values()),
-        "prefill_saved_share": prefill_saved(work, rounds[-1][0]["selector"]),
+        "past_end_share": median(past_end_share(batch.token_ids, work.end_ids) for batch in rounds[-1][0].values()),
         "ridge": [asdict(ridge) for ridge in ridges],
-        "tail": tails,
         "hindsight_table": table,
         "survey_s": {k: [batch.seconds for batch in batches] for k, batches in survey.items()},
-        "makespan_s": _makespans(rounds, groups),
+        "makespan_s": [[{arm: batch.seconds for arm, batch in group.items()} for group in one] for one in rounds],
         "speedup_by_batch": by_batch,
-        "rate_by_batch": rate_by_batch(survey, [groups[0]["plain"] for groups in rounds]),
-        "accepted_by_position": acceptance(rounds),
         "chosen": [asdict(step) for step in rounds[-1][0]["selector"].steps],
         "selector": rounds[-1][0]["selector"].figures,
         "rounds": machine,
@@ -214,20 +195,16 @@ class _Arms:
             batches |= {k: [group[arm.name]] for k, arm in arms.items()}
         return dict(sorted(batches.items()))
 
-    def rounds(self, groups: Sequence[_ArmGroup], until_s: float) -> tuple[list[Round], list[dict[str, float]]]:
-        """Run rounds until there are as many as wanted and the tail has its tokens, or the time is up. Return also the
-        machine's load in each."""
+    def rounds(self, groups: Sequence[_ArmGroup]) -> tuple[list[Round], list[dict[str, float]]]:
+        """Run the rounds. Return also the machine's load in each."""
         found: list[Round] = []
         machine: list[dict[str, float]] = []
-        while wants_more(found, ROUNDS):
-            before, began_s = CpuTimes.now(), time.monotonic()
+        for number in range(ROUNDS):
+            before = CpuTimes.now()
             found.append([self._run(group) for group in groups])
             machine.append(meanwhile(before))
-            first, now_s = found[-1][0], time.monotonic()
-            speedup = first["plain"].seconds / first["selector"].seconds
-            self._context.progress(f"round {len(found)}: selector {speedup:.2f} times plain; {machine[-1]}")
-            if now_s + (now_s - began_s) > until_s:
-                break
+            speedup = found[-1][0]["plain"].seconds / found[-1][0]["selector"].seconds
+            self._context.progress(f"round {number + 1}: selector {speedup:.2f} times plain; {machine[-1]}")
         return found, machine
 
     def _run(self, group: _ArmGroup) -> dict[str, SteppedBatch]:
@@ -266,29 +243,13 @@ def _groups(
     hindsight = RolloutArm("hindsight", TableSelector(ranges=tuple(table)))
     return [
         _ArmGroup([PLAIN, SELECTOR, hindsight], work),
-        _ArmGroup([SELECTOR, RolloutArm("simple", SimpleSelector())], _every(2, work), note=" (half)"),
+        _ArmGroup([SELECTOR, RolloutArm("simple", SimpleSelector())], _every(2, work)),
         _ArmGroup(
             [PLAIN, _fixed(0), USELESS, replace(_fixed(best_fixed), name="best fixed")],
             _every(4, work),
-            note=" (quarter)",
         ),
-        _ArmGroup([PLAIN, SELECTOR], _every(2, work), MANY_ACTIVE, note=" (64 active)"),
+        _ArmGroup([PLAIN, SELECTOR], _every(2, work), MANY_ACTIVE),
     ]
-
-
-def prefill_saved(work: RequestSet, batch: SteppedBatch) -> float:
-    """Return the share of prompt tokens from the prefix cache; the last token of a prompt counts as decoding."""
-    prompts = sum(len(request.prompt_ids) - 1 for request in work.requests)
-    return 1 - sum(step.num_prefill_tokens for step in batch.steps) / prompts
-
-
-def _makespans(rounds: Sequence[Round], groups: Sequence[_ArmGroup]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = defaultdict(list)
-    for measured in rounds:
-        for group, batches in zip(groups, measured, strict=True):
-            for name, batch in batches.items():
-                found[name + group.note].append(batch.seconds)
-    return dict(found)
 
 
 def ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
@@ -303,7 +264,6 @@ def ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
     return {
         "makespan_speedup": shorter("plain", "selector"),
         "makespan_speedup_64": [groups[-1]["plain"].seconds / groups[-1]["selector"].seconds for groups in rounds],
-        "tail_speedup": tail_ratios(rounds),
         "of_hindsight": shorter("hindsight", "selector"),
         "over_simple_selector": shorter("simple", "selector"),
         "best_fixed_speedup": shorter("plain", "best fixed"),
@@ -316,18 +276,3 @@ def ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
 def accepted_length(batch: SteppedBatch) -> float:
     verified = [step for step in batch.steps if step.verified]
     return 1 + sum(step.num_accepted for step in verified) / sum(step.num_verifications for step in verified)
-
-
-def acceptance(rounds: Sequence[Round]) -> dict[str, list[float]]:
-    """Return the share of drafted tokens that were accepted, by position."""
-    found = {}
-    for arm in ("selector", "useless"):
-        steps = [step for groups in rounds for group in groups if arm in group for step in group[arm].steps]
-        longest = max((len(step.proposed_at) for step in steps), default=0)
-        proposed, accepted = [0] * longest, [0] * longest
-        for step in steps:
-            for position, (a, b) in enumerate(zip(step.proposed_at, step.accepted_at, strict=True)):
-                proposed[position] += a
-                accepted[position] += b
-        found[arm] = [a / p if p else 0.0 for a, p in zip(accepted, proposed, strict=True)]
-    return found

@@ -1,16 +1,15 @@
-"""vLLM's V2 model runner, which GPUs use, run on the CPU: stand-ins for what Triton's interpreter lacks.
+"""Run vLLM's V2 model runner, which GPUs use, on the CPU.
 
     with v2_runner(os.environ, async_scheduling=True):
-        engine = await VllmEngine.start(...)        the product's engine; about half a second a step
+        engine = await VllmEngine.start(...)        our engine; about half a second per step
 
-On a GPU vLLM runs its V2 model runner (vllm/v1/worker/gpu/): another sampler, other speculators, asynchronous
-scheduling. On a CPU it falls back to V1, because Triton has no CPU backend. Triton's interpreter runs the source of the
-same kernels. STAND_INS lists what it lacks, and one thing that vLLM's CPU platform switches off; none of them replaces
-what vLLM's runner, sampler or speculators do. Each says whether it is still `needed`, which tests/gpu_code asks.
+The V2 runner (vllm/v1/worker/gpu/) has another sampler, other speculators and asynchronous scheduling. On CPUs vLLM
+falls back to V1, because Triton has no CPU backend. Triton's interpreter runs the same kernels from their source.
+STAND_INS adds missing parts of the interpreter, and asynchronous scheduling, which vLLM disables on CPUs. They replace
+no part of vLLM's runner, sampler or speculators. tests/gpu_code checks that each is still `needed`.
 
-vLLM spawns EngineCore and workers as processes of their own. They get the stand-ins through a folder on PYTHONPATH that
-holds a `sitecustomize.py`, which Python imports before anything else. The folder lives as long as the `with` block.
-AMX needs no stand-in: our vLLM plugin initialises it in every process (`rollout/internals/platform.py`).
+vLLM's child processes get the stand-ins through a folder on PYTHONPATH with a `sitecustomize.py`, which Python imports
+first. Our vLLM plugin initializes AMX in every process (`rollout/internals/platform.py`).
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ _async_scheduling = False
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandIn:
-    """One thing that is put in place of another."""
+    """A replacement."""
 
     name: str
     why: str
     apply: Callable[[], None]
     needed: Callable[[], bool]
-    """Asked in a process that has _SETTINGS and no stand-in."""
+    """Called in a process with _SETTINGS and without stand-ins."""
 
 
 def _add_backend() -> None:
@@ -69,7 +68,7 @@ def _vllm_switches_triton_off() -> bool:
 
 
 class _BooleanMasks:
-    """Triton's interpreter in C++, called with masks as booleans."""
+    """Triton's interpreter in C++, called with boolean masks."""
 
     def __init__(self, interpreter: Any) -> None:
         self._interpreter = interpreter
@@ -124,7 +123,7 @@ def _keep_async_scheduling() -> None:
 
 
 class _PatchedWhenImported(MetaPathFinder):
-    """Importing the platform here would import vLLM into processes that have no use for it."""
+    """Patch the platform on import: importing it here would import vLLM into every process."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname != _PLATFORM:
@@ -143,8 +142,7 @@ class _PatchedWhenImported(MetaPathFinder):
 
 
 def _patch_platform(module: types.ModuleType) -> None:
-    """Keep vLLM's own decision, which it takes before it asks the platform: yes for learned drafters and without
-    speculation, no for n-grams."""
+    """Keep vLLM's decision before it asks the platform: asynchronous except with n-grams."""
     check = module.CpuPlatform.check_and_update_config.__func__
 
     def check_and_keep(cls: type, config: VllmConfig) -> None:
@@ -170,13 +168,13 @@ STAND_INS = (
     ),
     StandIn(
         name="masks",
-        why="vLLM's kernels load and store with integer masks too, which compilers cast and the interpreter refuses",
+        why="vLLM's kernels load and store with integer masks too, which compilers cast and the interpreter rejects",
         apply=_cast_masks,
         needed=_integer_masks_are_refused,
     ),
     StandIn(
         name="log1p",
-        why="libdevice is a library of the GPU's; V2's rejection sampler uses log1p of it",
+        why="libdevice is a GPU library; V2's rejection sampler uses its log1p",
         apply=_add_log1p,
         needed=_log1p_answers_nothing,
     ),
@@ -190,9 +188,8 @@ STAND_INS = (
 
 
 def stand_in(*, async_scheduling: bool) -> None:
-    """Put all stand-ins into this process, once, before it imports Triton or vLLM; later calls change
-    `async_scheduling` only."""
-    global _applied, _async_scheduling  # noqa: PLW0603  they are about the process
+    """Apply all stand-ins, before this process imports Triton or vLLM. Later calls only set `async_scheduling`."""
+    global _applied, _async_scheduling  # noqa: PLW0603  state of the process
     if not _applied:
         if too_early := {"triton", "vllm"} & sys.modules.keys():
             raise RuntimeError(
@@ -207,11 +204,10 @@ def stand_in(*, async_scheduling: bool) -> None:
 
 @contextmanager
 def v2_runner(environ: MutableMapping[str, str], *, async_scheduling: bool) -> Iterator[None]:
-    """Engines that are started inside run on V2 and, with `async_scheduling`, are scheduled as on a GPU.
+    """Run engines that are started inside on V2, with `async_scheduling` as on a GPU.
 
     `environ` is `os.environ`, which vLLM's processes inherit; it is restored at the end. The stand-ins stay in this
-    process, where V1 engines can be started no more.
-    """
+    process, which cannot start V1 engines afterwards."""
     package_root = Path(__file__).parents[1]
     with TemporaryDirectory(prefix="paceline-v2-") as folder:
         (Path(folder) / "sitecustomize.py").write_text(

@@ -24,7 +24,7 @@ from paceline.config import EngineConfig, LearnedDrafter, SpeculationConfig, loa
 from paceline.context import Context
 from paceline.devices import fast_precision
 from paceline.rollout.arguments import end_tokens
-from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, stepped_engine
+from paceline.rollout.stepped import Order, SteppedEngine, stepped_engine
 from paceline.sessions.workloads import resolve_drafter
 from paceline.types import GroupId, RolloutRequest
 
@@ -60,9 +60,6 @@ class RequestSet:
     @property
     def lengths(self) -> list[int]:
         return [request.max_tokens for request in self.requests]
-
-    def past_end_share(self, batch: SteppedBatch) -> float:
-        return past_end_share(batch.token_ids, self.end_ids)
 
 
 def asked_for(overrides: Sequence[str], *, bench: str = "rollout") -> SpeculationConfig:

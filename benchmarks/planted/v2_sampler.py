@@ -1,7 +1,7 @@
-"""Faults planted in the rejection sampler of a running V2 engine, to see whether certify finds them in what it says.
+"""Planted faults in the rejection sampler of a running V2 engine. Certify must detect them in the engine's output.
 
-They are the faults of `sampler.SAMPLER_FAULTS`, where V2's runner calls its sampler in the worker. An engine
-shows less than the sampler by itself does, so faults here are larger: `accept` lets every rejected draft pass.
+The faults of `sampler.SAMPLER_FAULTS`, in the worker, where V2's runner calls its sampler. They are larger, because an
+engine reveals less than the sampler alone: `accept` accepts every rejected draft token.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from paceline.rollout.engine import VllmEngine
 
 _HEAT = 3.0
-"""How many times too hot the fault `temperature` samples: forgetting a temperature of 1 would change nothing."""
+"""Factor of the fault `temperature` on the temperature, which is 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class V2SamplerFault:
-    """One of them, for one engine: `adjust` goes to `VllmEngine.start`, `plant` makes the running engine faulty."""
+    """A fault for one engine: pass `adjust` to `VllmEngine.start`, then call `plant`."""
 
     fault: SamplerFault
 
@@ -38,10 +38,10 @@ class V2SamplerFault:
 
 
 class FaultySamplerExtension(WorkerExtension):
-    """A V2 worker whose sampler can be made wrong."""
+    """A V2 worker with faults in its sampler."""
 
     def plant_sampler_fault(self, fault: SamplerFault | None) -> None:
-        """Replace the fault that was planted before; None mends the sampler."""
+        """Replace the planted fault; None restores the sampler."""
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
 
         stock = rejection_sampler_utils.rejection_sample

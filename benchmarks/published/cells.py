@@ -1,6 +1,6 @@
-"""A published figure, what the simulator says about it, and what its paper leaves open.
+"""Published figures with their predictions, and assumptions for quantities that papers omit.
 
-One engine stands for all of a published run: engines share the work evenly.
+One engine is simulated for all of a run, because engines share the work evenly.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ FILE = Path(__file__).parent / "published.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What the papers leave open. Means are of response lengths in tokens; shares are of generation in a plain step."""
+    """Quantities that papers omit. Means are response lengths in tokens, shares are generation's in a plain step."""
 
     nvidia_rollouts: float = 135.0
     """Rollouts of one engine (one GB200) in a step."""
     nvidia_zero_mean: float = 1580.0
     nvidia_think_mean: float = 3120.0
     tlt_context: float = 10200.0
-    """Tokens of context of each request, where speed-ups are given by batch size."""
+    """Context of each request in tokens, for speedups by batch size."""
     tlt_stream_alpha: float = 4.6
     """Accepted length of one stream of Qwen2.5-7B."""
     tlt_stream_depth: float = 2.81
     """Passes of the drafter for that stream."""
     tlt_rollouts: float = 880.0
-    """Rollouts of a step, on any number of nodes."""
+    """Rollouts of a step, for any number of nodes."""
     tlt_mean: float = 4400.0
     fp8_rollouts: float = 95.9
     """Rollouts of one engine in a step."""
@@ -51,7 +51,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Everything that a prediction depends on and that is fitted."""
+    """All fitted numbers."""
 
     constants: Constants = field(default_factory=Constants)
     assumptions: Assumptions = field(default_factory=Assumptions)
@@ -68,9 +68,9 @@ class Cell:
     family: str
     paper: str
     measured: bool
-    """Measured on GPUs; otherwise a result of the authors' own simulator."""
+    """Measured on GPUs; otherwise by the authors' simulator."""
     value: float
-    """Speed-up over the plain run of the same system, or ratio of capacities."""
+    """Speedup over the plain run of the same system, or ratio of capacities."""
     predict: Predict
 
 
@@ -86,7 +86,7 @@ def make_cell(name: str, family: str, row: Mapping[str, Any], value: float, pred
 
 
 def amdahl(gain: float, share: float) -> float:
-    """Speed-up of a step in which `share` of the time gets faster by `gain`."""
+    """Return the speedup of a step if `share` of its time gets faster by `gain`."""
     return 1 / (1 - share + share / gain)
 
 
@@ -98,7 +98,7 @@ def generation_s(
     *,
     max_num_seqs: int = 256,
 ) -> float:
-    """Seconds to generate `rollouts`, interpolated between whole groups so that a fit sees a smooth function."""
+    """Return seconds to generate `rollouts`, interpolated between whole groups, so the fit has a smooth function."""
     few = max(int(rollouts / 8), 1)
     share = rollouts / 8 - few
 
@@ -120,7 +120,7 @@ def generation_s(
 def fixed_gain(
     model: EngineModel, kind: DrafterKind, k: int, alpha: float, lengths: tuple[float, int], rollouts: float
 ) -> float:
-    """Speed-up of drafts of one length over none; `lengths` are mean and maximum."""
+    """Return the speedup of drafts of one length over none; `lengths` are mean and maximum."""
     fast = replace(model, drafter=kind, options={0: PLAIN, **fixed_drafts(kind, k, alpha)})
     plain_s = _plain_s(model.gpu, model.shape, model.tensor_parallel, model.constants, lengths, rollouts)
     return plain_s / generation_s(fast, lognormal(*lengths), rollouts, FixedSelector(draft_length=k))
@@ -130,7 +130,7 @@ def fixed_gain(
 def _plain_s(
     gpu: Gpu, shape: ModelShape, gpus: int, constants: Constants, lengths: tuple[float, int], rollouts: float
 ) -> float:
-    """Seconds of the plain run, which many cells share."""
+    """Return seconds of the plain run, which many cells share."""
     plain = EngineModel(gpu=gpu, shape=shape, tensor_parallel=gpus, constants=constants)
     return generation_s(plain, lognormal(*lengths), rollouts)
 
@@ -140,5 +140,5 @@ def fixed_drafts(kind: DrafterKind, k: int, alpha: float) -> dict[int, Draft]:
 
 
 def gain_at(model: EngineModel, k: int, batch: int, context: float) -> float:
-    """Speed-up of drafts of length k at a batch that stays as it is."""
+    """Return the speedup of drafts of length k at a constant batch."""
     return model.options[k].alpha * model.step_s(batch, 0, context) / model.step_s(batch, k, context)

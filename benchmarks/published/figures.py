@@ -1,9 +1,8 @@
 """Published figures as cells with the simulator's predictions, split into a half to fit and a half held out.
 
-What a paper does not state (how many rollouts an engine has, how long they are, what share of a step is generation)
-is an `Assumption` with a name, fitted together with the `Constants` of engine_model.py on the fitting half. Cells of
-one mechanism form a family; within each family a generator with a fixed seed decides which half a cell is in, before
-anything is predicted.
+Quantities that a paper omits (rollouts per engine, their lengths, generation's share of a step) are `Assumptions`,
+fitted with the `Constants` of engine_model.py on the fitting half. Cells of one mechanism form a family; a generator
+with a fixed seed splits each family before anything is predicted.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,6 @@ from paceline.plan.lengths import lognormal
 from paceline.plan.run_model import Scenario, simulate
 
 SPLIT_SEED = 6
-NOT_REPRODUCED: Mapping[str, str] = {
-    "nvidia: simulated best cell, rollout 6.49 and step 2.22": "its draft length and accepted length are not published",
-    "nvidia: seconds by stage": "prompts, rollouts and lengths of a step are not published; their shares are inputs",
-    "tlt: tokens/s of one stream": "they are not speed-ups",
-    "tlt: graph memory, checkpoint latency, packing": "properties of TLT's own code; other benches measure ours",
-    "tlt: accepted length stale 4.59, trained 6.53": "an outcome of learning; the plan takes accepted lengths as given",
-}
-"""Published figures that are not cells, and why."""
 
 
 def cells(source: Path = FILE) -> list[Cell]:
@@ -56,7 +48,7 @@ def cells(source: Path = FILE) -> list[Cell]:
 
 
 def split(all_cells: Sequence[Cell], seed: int = SPLIT_SEED) -> tuple[list[Cell], list[Cell]]:
-    """Cells to fit and cells held out: half of each family, the odd one to fit; a cell without family is held out."""
+    """Return cells to fit and cells held out: half of each family, the odd one to fit. Single cells are held out."""
     families: dict[str, list[Cell]] = {}
     for cell in all_cells:
         families.setdefault(cell.family, []).append(cell)
@@ -74,7 +66,7 @@ def split(all_cells: Sequence[Cell], seed: int = SPLIT_SEED) -> tuple[list[Cell]
 # ── generation
 
 
-def _nvidia_8b(world: World, workload: str, kind: DrafterKind, k: int, alpha: float) -> float:
+def _nvidia_8b(world: World, *, workload: str, kind: DrafterKind, k: int, alpha: float) -> float:
     a = world.assumptions
     model = EngineModel(gpu=GPUS["GB200"], shape=SHAPES["Qwen3-8B"], constants=world.constants)
     mean = a.nvidia_zero_mean if workload == "RL-Zero" else a.nvidia_think_mean
@@ -87,16 +79,21 @@ CODRAFT: Mapping[str, tuple[str, int, str]] = {
     "GPT-OSS-120B": ("gpt-oss-120b", 2, "GB200"),
 }
 CODRAFT_BLOCK: Mapping[str, int] = {"Qwen3-8B": 15, "Qwen3.5-122B-A10B": 15, "GPT-OSS-120B": 9}
-"""Draft lengths are not published. These are of the public DFlash checkpoints (z-lab/Qwen3-8B-DFlash-b16: blocks of 16;
-z-lab/gpt-oss-120b-DFlash: of 10); DSpark is taken to cost the same. For EAGLE-3 it is 3, NVIDIA's best."""
+"""Draft lengths are not published. These follow from the blocks of the public DFlash checkpoints (16 in
+z-lab/Qwen3-8B-DFlash-b16, 10 in z-lab/gpt-oss-120b-DFlash), also for DSpark. EAGLE-3 gets 3, NVIDIA's best."""
 
 
-def _codraft(world: World, workload: str, drafter: str, alpha: float) -> float:
+def _codraft(world: World, *, workload: str, drafter: str, alpha: float) -> float:
     shape, gpus, gpu = CODRAFT[workload]
     kind: DrafterKind = "eagle3" if drafter == "eagle3" else "dflash"
     k = 3 if kind == "eagle3" else CODRAFT_BLOCK[workload]
     model = EngineModel(gpu=GPUS[gpu], shape=SHAPES[shape], tensor_parallel=gpus, constants=world.constants)
     return fixed_gain(model, kind, k, alpha, (4000, 16_384), world.assumptions.codraft_rollouts)
+
+
+def _codraft_step(world: World, *, moe: bool, gain: Predict) -> float:
+    a = world.assumptions
+    return amdahl(gain(world), a.codraft_moe_share if moe else a.codraft_dense_share)
 
 
 def _generation_cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
@@ -105,31 +102,16 @@ def _generation_cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
         if row["paper"] == "nvidia":
             kind: DrafterKind = "ngram" if drafter == "ngram" else "eagle3"
             family = "n-gram" if kind == "ngram" else "out of domain" if "domain" in drafter else "draft length"
-
-            def predict(
-                world: World,
-                workload: str = workload,
-                kind: DrafterKind = kind,
-                k: int = row["k"],
-                alpha: float = alpha,
-            ) -> float:
-                return _nvidia_8b(world, workload, kind, k, alpha)
-
+            predict = partial(_nvidia_8b, workload=workload, kind=kind, k=row["k"], alpha=alpha)
             name = f"nvidia {workload} {drafter} k={row['k']}"
             yield make_cell(name, f"nvidia {family}", row, row["speedup"], predict)
         else:
-            moe = "dense" if workload == "Qwen3-8B" else "moe"
-            name = f"codraft {workload} {drafter}"
-
-            def gain(world: World, workload: str = workload, drafter: str = drafter, alpha: float = alpha) -> float:
-                return _codraft(world, workload, drafter, alpha)
-
-            def step(world: World, gain: Predict = gain, moe: str = moe) -> float:
-                a = world.assumptions
-                return amdahl(gain(world), a.codraft_dense_share if moe == "dense" else a.codraft_moe_share)
-
-            yield make_cell(f"{name}, generation", f"codraft {moe} generation", row, row["speedup"], gain)
-            yield make_cell(f"{name}, step", f"codraft {moe} step", row, row["end_to_end"], step)
+            moe = workload != "Qwen3-8B"
+            name, family = f"codraft {workload} {drafter}", f"codraft {'moe' if moe else 'dense'}"
+            gain = partial(_codraft, workload=workload, drafter=drafter, alpha=alpha)
+            step = partial(_codraft_step, moe=moe, gain=gain)
+            yield make_cell(f"{name}, generation", f"{family} generation", row, row["speedup"], gain)
+            yield make_cell(f"{name}, step", f"{family} step", row, row["end_to_end"], step)
 
 
 # ── whole steps
@@ -143,35 +125,27 @@ def _end_to_end_cells(rows: Sequence[Mapping[str, Any]], stages: Sequence[Mappin
         if row["paper"] == "tlt":
             model = "Qwen2.5-7B" if "7B" in workload else "Qwen2.5-32B"
             nodes = int(workload.partition(", ")[2].split()[0])
-
-            def scaling(world: World, model: str = model, nodes: int = nodes) -> float:
-                return tlt_step(world, model, nodes)
-
+            scaling = partial(tlt_step, shape=model, nodes=nodes)
             yield make_cell(f"tlt {model} {nodes} nodes", f"tlt step {model}", row, row["speedup"], scaling)
         elif row["kind"] == "simulated":
-            if note == "best cell":
-                continue
-            yield from _simulated_cells(row)
+            if note != "best cell":
+                yield from _simulated_cells(row)
         elif "lag" in note:
-
-            def lag(world: World, alpha: float = alphas[workload]) -> float:
-                return _nvidia_lag(world, alpha)
-
+            lag = partial(_nvidia_lag, alpha=alphas[workload])
             yield make_cell(f"nvidia {workload} lag 1", "nvidia step", row, row["speedup"], lag)
         else:
             share = plain[workload]["generation"] / plain[workload]["step"]
-
-            def step(
-                world: World, workload: str = workload, share: float = share, alpha: float = alphas[workload]
-            ) -> float:
-                return amdahl(_nvidia_8b(world, workload, "eagle3", 3, alpha), share)
-
+            step = partial(_nvidia_step, workload=workload, share=share, alpha=alphas[workload])
             yield make_cell(f"nvidia {workload} synchronous", "nvidia step", row, row["speedup"], step)
 
 
-def _nvidia_lag(world: World, alpha: float) -> float:
-    """RL-Think with lag 1: 12 nodes of 4 generate while the learner works. The learner's time is what makes the
-    exposed part of generation the published one in the plain run, 10.4 of 75.0 s."""
+def _nvidia_step(world: World, *, workload: str, share: float, alpha: float) -> float:
+    return amdahl(_nvidia_8b(world, workload=workload, kind="eagle3", k=3, alpha=alpha), share)
+
+
+def _nvidia_lag(world: World, *, alpha: float) -> float:
+    """Predict RL-Think with lag 1, where 12 nodes of 4 GPUs generate while the learner works. The learner's time is
+    chosen so that the exposed part of generation in the plain run is the published one, 10.4 of 75.0 s."""
     a = world.assumptions
     plain = EngineModel(gpu=GPUS["GB200"], shape=SHAPES["Qwen3-8B"], constants=world.constants)
     fast = replace(plain, drafter="eagle3", options=fixed_drafts("eagle3", 3, alpha))
@@ -196,8 +170,8 @@ def _nvidia_lag(world: World, alpha: float) -> float:
 
 
 def _simulated_cells(row: Mapping[str, Any]) -> Iterator[Cell]:
-    """NVIDIA's simulator is private. It is taken to be of GPU time alone, without launches and hosts, and of a batch
-    that stays full: with a tail, where few tokens meet few experts, 2.72 of an accepted length of 3 could not be."""
+    """NVIDIA's simulator is private. We assume GPU time alone, without launches and hosts, and a full batch: with a
+    tail, where few tokens reach few experts, a speedup of 2.72 at an accepted length of 3 would be impossible."""
     words = dict(part.split("=") for part in row["note"].split())
     k, alpha = int(words["k"]), float(words["alpha"])
     gpus = 2048 if "2048" in row["workload"] else 512
@@ -215,13 +189,13 @@ def _simulated_cells(row: Mapping[str, Any]) -> Iterator[Cell]:
             drafter="eagle3",
             options=fixed_drafts("eagle3", k, alpha),
         )
-        batch = (1 + lag) * 4096 * model.tensor_parallel // gpus  # with a lag so many more batches share the engines
+        batch = (1 + lag) * 4096 * model.tensor_parallel // gpus  # with a lag, more batches share the engines
         return gain_at(model, k, batch, 5000.0)
 
     def step(world: World) -> float:
         share = world.assumptions.simulated_share
         gain = rollout(world)
-        # With a lag the longer of generation and learning is what a step takes.
+        # With a lag, a step takes the longer of generation and learning.
         return max(share, 1 - share) / max(share / gain, 1 - share) if lag else amdahl(gain, share)
 
     name = f"nvidia 235B on {gpus}, {row['note']}"
@@ -232,26 +206,38 @@ def _simulated_cells(row: Mapping[str, Any]) -> Iterator[Cell]:
 # ── FP8
 
 
-def _fp8generation_s(world: World, shape: str, gpus: int, weights: Precision, kv_cache: Precision) -> float:
-    a = world.assumptions
-    model = _fp8_model(world, shape, gpus, weights, kv_cache)
-    return generation_s(model, lognormal(a.fp8_mean, 20_480), a.fp8_rollouts, max_num_seqs=1024)
+Kinds = tuple[Precision, Precision]
+"""Precision of weights and of the KV cache."""
+BF16: Kinds = ("bf16", "bf16")
 
 
-def _fp8_model(world: World, shape: str, gpus: int, weights: Precision, kv_cache: Precision) -> EngineModel:
+def _fp8_model(world: World, *, shape: str, gpus: int, kinds: Kinds) -> EngineModel:
     return EngineModel(
         gpu=GPUS["H100"],
         shape=SHAPES[shape],
         tensor_parallel=gpus,
-        weights=weights,
-        kv_cache=kv_cache,
+        weights=kinds[0],
+        kv_cache=kinds[1],
         memory_utilization=0.7,
         constants=world.constants,
     )
 
 
-Kinds = tuple[Precision, Precision]
-"""Precision of weights and of the KV cache."""
+def _fp8_capacity(world: World, *, kinds: Kinds) -> float:
+    plain, fp8 = (_fp8_model(world, shape="Qwen3-8B", gpus=1, kinds=one) for one in (BF16, kinds))
+    return fp8.capacity_tokens / plain.capacity_tokens
+
+
+def _fp8_gain(world: World, *, shape: str, gpus: int, kinds: Kinds) -> float:
+    a = world.assumptions
+    lengths = lognormal(a.fp8_mean, 20_480)
+    plain_s, fp8_s = (
+        generation_s(_fp8_model(world, shape=shape, gpus=gpus, kinds=one), lengths, a.fp8_rollouts, max_num_seqs=1024)
+        for one in (BF16, kinds)
+    )
+    return plain_s / fp8_s
+
+
 FP8_KINDS: Mapping[str, Kinds] = {
     "W8A8 linear only": ("fp8", "bf16"),
     "KV cache only": ("bf16", "fp8"),
@@ -265,18 +251,8 @@ def _fp8_cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
         if "tokens" in row:
             base, linear, both = row["tokens"]
             for what, tokens in (("W8A8 linear only", linear), ("linear + KV + attention", both)):
-                kinds = FP8_KINDS[what]
-
-                def capacity(world: World, kinds: Kinds = kinds) -> float:
-                    plain = _fp8_model(world, "Qwen3-8B", 1, "bf16", "bf16").capacity_tokens
-                    return _fp8_model(world, "Qwen3-8B", 1, *kinds).capacity_tokens / plain
-
+                capacity = partial(_fp8_capacity, kinds=FP8_KINDS[what])
                 yield make_cell(f"fp8 capacity {what}", "fp8 capacity", row, tokens / base, capacity)
-            continue
-        kinds = FP8_KINDS[row["what"]]
-
-        def gain(world: World, shape: str = shape, gpus: int = gpus, kinds: Kinds = kinds) -> float:
-            plain_s = _fp8generation_s(world, shape, gpus, "bf16", "bf16")
-            return plain_s / _fp8generation_s(world, shape, gpus, *kinds)
-
-        yield make_cell(f"fp8 {shape} {row['what']}", "fp8 gain", row, 1 + sum(row["rollout_gain"]) / 2, gain)
+        else:
+            gain = partial(_fp8_gain, shape=shape, gpus=gpus, kinds=FP8_KINDS[row["what"]])
+            yield make_cell(f"fp8 {shape} {row['what']}", "fp8 gain", row, 1 + sum(row["rollout_gain"]) / 2, gain)

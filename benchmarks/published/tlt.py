@@ -1,10 +1,10 @@
-"""TLT's published figures as cells: trees of depth 10 and width 8, as many tokens verified as suit the batch."""
+"""TLT's published figures as cells: trees of depth 10 and width 8, with verified tokens chosen by batch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from math import inf
 from typing import Any
 
@@ -16,7 +16,7 @@ from paceline.plan.lengths import lognormal
 
 TREE_DEPTH, TREE_WIDTH = 10, 8
 ELASTIC = 32
-"""TLT speculates below so many active requests."""
+"""TLT speculates below this number of active requests."""
 
 
 def _tree(verified: int, alpha: float) -> Draft:
@@ -54,8 +54,8 @@ def _table(model: EngineModel, context: float) -> TableSelector:
     return TableSelector(ranges=(*((batch, batch, k) for batch, k in enumerate(best, start=1)), (ELASTIC, 4096, 0)))
 
 
-def tlt_step(world: World, shape: str, nodes: int) -> float:
-    """Return the speed-up of a TLT step over veRL's: generation, then log-probabilities and update on every GPU."""
+def tlt_step(world: World, *, shape: str, nodes: int) -> float:
+    """Return the speedup of a TLT step over veRL: generation, then log-probabilities and update, all on every GPU."""
     a = world.assumptions
     gpus = 2 if shape == "Qwen2.5-7B" else 4
     model = _tlt_model(world, shape, "H100", gpus)
@@ -69,33 +69,34 @@ def tlt_step(world: World, shape: str, nodes: int) -> float:
     return (plain_s + learner_s) / (generation_s(model, lengths, rollouts, _table(model, a.tlt_context)) + learner_s)
 
 
+def _stream(world: World, *, gpu: str) -> float:
+    a = world.assumptions
+    draft = Draft(verified=16, passes=a.tlt_stream_depth, width=TREE_WIDTH, alpha=a.tlt_stream_alpha)
+    return gain_at(_tlt_model(world, "Qwen2.5-7B", gpu, 1, {0: PLAIN, 1: draft}), 1, 1, 1000.0)
+
+
+def _at_batch(world: World, *, tree: int, batch: int) -> float:
+    return gain_at(_tlt_model(world, "Qwen2.5-32B", "H100", 4), tree, batch, world.assumptions.tlt_context)
+
+
+def _long_tail(world: World) -> float:
+    a = world.assumptions
+    model, lengths = _tlt_model(world, "Qwen2.5-32B", "H100", 4), lognormal(a.tlt_mean, 32_768)
+    return generation_s(model, lengths, 128) / generation_s(model, lengths, 128, _table(model, a.tlt_context))
+
+
 def tlt_cells(published: Mapping[str, Any]) -> Iterator[Cell]:
     single = published["decode_single_stream"]
     for row in single["rows"]:
-        name = row["gpu"].replace(" ", "")
-
-        def stream(world: World, gpu: str = name) -> float:
-            a = world.assumptions
-            draft = Draft(verified=16, passes=a.tlt_stream_depth, width=TREE_WIDTH, alpha=a.tlt_stream_alpha)
-            return gain_at(_tlt_model(world, "Qwen2.5-7B", gpu, 1, {0: PLAIN, 1: draft}), 1, 1, 1000.0)
-
-        yield make_cell(
-            f"tlt one stream {row['gpu']}", "tlt one stream", single, row["speculative"] / row["plain"], stream
-        )
+        predict, value = partial(_stream, gpu=row["gpu"].replace(" ", "")), row["speculative"] / row["plain"]
+        yield make_cell(f"tlt one stream {row['gpu']}", "tlt one stream", single, value, predict)
     by_batch = published["decode_by_batch"]
-    for index, row in enumerate(by_batch["rows"], start=1):
+    for tree, row in enumerate(by_batch["rows"], start=1):
         for batch, value in zip(by_batch["batch"], row["speedup"], strict=True):
-
-            def at(world: World, index: int = index, batch: int = batch) -> float:
-                return gain_at(_tlt_model(world, "Qwen2.5-32B", "H100", 4), index, batch, world.assumptions.tlt_context)
-
-            yield make_cell(f"tlt batch {batch}, verify {row['verify_tokens']}", "tlt by batch", by_batch, value, at)
-
-    def tail(world: World) -> float:
-        a = world.assumptions
-        model, lengths = _tlt_model(world, "Qwen2.5-32B", "H100", 4), lognormal(a.tlt_mean, 32_768)
-        plain_s = generation_s(model, lengths, 128)
-        return plain_s / generation_s(model, lengths, 128, _table(model, a.tlt_context))
-
+            name, predict = (
+                f"tlt batch {batch}, verify {row['verify_tokens']}",
+                partial(_at_batch, tree=tree, batch=batch),
+            )
+            yield make_cell(name, "tlt by batch", by_batch, value, predict)
     case = published["long_tail_case"]
-    yield make_cell("tlt 128 requests", "tlt long tail", case, case["rollout_speedup"], tail)
+    yield make_cell("tlt 128 requests", "tlt long tail", case, case["rollout_speedup"], _long_tail)

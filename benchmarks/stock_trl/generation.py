@@ -1,21 +1,22 @@
-"""TRL's colocated generation by itself, as a program that `python -m benchmarks hosts` asks for batches.
+"""TRL's colocated generation alone: a program that the bench `hosts` asks for batches.
 
     in    {"prompts": [[5, 6], [5, 6]], "max_tokens": 2}
     out   {"seconds": 0.1, "token_ids": [[7, 8], [7, 9]], "counters": {}}
 
-The object is TRL's own `VLLMGeneration`, made as `GRPOTrainer` makes it, and Paceline comes in by the variable PACELINE
-or not at all. Two things differ from a run of TRL: the engine's precision (trl_engine.py), and answers go on after
-their end, so that every batch of a size is the same work. Cached prefixes are forgotten before a batch, as TRL does
-when it has synced weights.
+The program uses TRL's `VLLMGeneration` with the arguments of `GRPOTrainer`, with Paceline only by the variable
+PACELINE. It differs from a run of TRL in the engine's precision and in answers that continue after their end, so that
+batches of a size are the same work. Cached prefixes are dropped before a batch, as after TRL's weight sync.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from benchmarks.stock_trl.process import answers, questions
@@ -29,9 +30,6 @@ class GenerationSettings:
     dtype: Literal["bfloat16", "float32"]
     max_model_len: int
     max_num_seqs: int
-    speculates: bool
-    """Whether the engine's counters are asked for. An engine that does not speculate then ends the program: a
-    comparison of two plain engines would look like no gain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,7 @@ class GeneratedBatch:
     seconds: float
     token_ids: Sequence[Sequence[int]]
     counters: Mapping[str, float]
-    """What the engine's scheduler counted in this batch; nothing without speculation."""
+    """The scheduler's counters of this batch; empty without speculation."""
 
 
 def main() -> None:
@@ -53,7 +51,7 @@ def main() -> None:
         from paceline.integrations.engine_wire import EngineWire
 
         wire = EngineWire(lambda method, args: generation.llm.collective_rpc(method, args=tuple(args)))
-        return wire.counters() if settings.speculates else {}
+        return wire.counters() if "PACELINE" in os.environ else {}  # fails on an engine without speculation
 
     from paceline.files import installed
     from paceline.orchestrator.engine_counters import since
@@ -70,12 +68,21 @@ def main() -> None:
         answer({"seconds": seconds, "token_ids": token_ids, "counters": since(before, totals)})
 
 
+def set_dtype(dtype: str) -> None:
+    """Set the precision of TRL's engines in this process.
+
+    TRL passes none, and vLLM then uses bfloat16, which is three times slower than float32 on CPUs without instructions
+    for it."""
+    from trl.generation import vllm_generation
+
+    module: Any = vllm_generation
+    module.LLM = partial(module.LLM, dtype=dtype)
+
+
 def _make_generation(settings: GenerationSettings) -> Any:
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl.generation.vllm_generation import VLLMGeneration
-
-    from benchmarks.stock_trl.engine import set_dtype
 
     set_dtype(settings.dtype)
     return VLLMGeneration(
@@ -83,7 +90,7 @@ def _make_generation(settings: GenerationSettings) -> Any:
         accelerator=Accelerator(),
         processing_class=AutoTokenizer.from_pretrained(settings.model),
         mode="colocate",
-        gpu_memory_utilization=0.3,  # as in GRPOConfig; the class's own default leaves no room for a second engine
+        gpu_memory_utilization=0.3,  # GRPOConfig's; the class's default has no room for a second engine
         max_model_length=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         generation_kwargs={"ignore_eos": True},

@@ -3,9 +3,8 @@
     out    {"trl": "1.16.0", "vllm": "0.32.0"}                                              once it has started
            {"step_s": 9.1, "generation_s": 6.0, "sync_s": 0.1, "num_tokens": 9120, "engine_steps": 640}  each step
 
-Times are taken from outside of TRL: around `VLLMGeneration.generate` and `sync_weights`, and between the ends of steps,
-which is all that a step costs. What a run of TRL needs on the CPU is done from outside too: the engine's precision
-(trl_engine.py) and weight sync, which has no CPU version there.
+Times are measured around `VLLMGeneration.generate` and `sync_weights`, and between the ends of steps. On CPUs the
+program also replaces TRL's weight sync, which has no CPU version.
 """
 
 from __future__ import annotations
@@ -13,49 +12,30 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, cast
 
 from benchmarks.stock_trl.process import Message, answers
 
-Precision = Literal["bfloat16", "float32"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSettings:
-    """The program's argument, as JSON: what both arms have in common, and where TRL writes."""
+    """The program's argument, as JSON."""
 
     model: str
-    output_dir: str
-    engine_dtype: Precision
-    learner_dtype: Precision
-    """Precision of forward and backward passes; master weights are float32."""
+    engine_dtype: Literal["bfloat16", "float32"]
     on_gpu: bool
-    seed: int
     data_seed: int
-    num_steps: int
-    prompts_per_step: int
-    group_size: int
-    microbatch: int
-    """Rollouts in a pass of the learner."""
-    max_tokens: int
-    max_model_len: int
-    temperature: float
-    learning_rate: float
-    warmup_steps: int
-    betas: tuple[float, float]
-    weight_decay: float
-    max_grad_norm: float
-    clip_low: float
-    clip_high: float
-    weight_cap: float
-    """Largest importance weight of a token between engine and learner."""
+    num_prompts: int
+    grpo: Mapping[str, Any]
+    """Arguments of TRL's GRPOConfig."""
 
 
 def right_answer(prompts: list[str], completions: list[str], answer: list[int], **_: object) -> list[float]:
-    """Return the arena's reward for each completion."""
+    """Return the arena's reward of each completion, in TRL's form."""
     from paceline.arena.task import reward
 
     rows = zip(prompts, completions, answer, strict=True)
@@ -63,44 +43,39 @@ def right_answer(prompts: list[str], completions: list[str], answer: list[int], 
 
 
 class StepTimes:
-    """What the present step has taken so far."""
+    """Times and counts of the current step."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
         self._began_s = time.perf_counter()
-        self._spent_s = {"generation": 0.0, "sync": 0.0}
-        self._num_tokens = 0
-        self._engine_steps = 0
+        self._sums: dict[str, float] = defaultdict(float)
 
     def timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call` with its time counted, and the tokens that it generates."""
+        """Return `call` with its time and its generated tokens counted."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             began_s = time.perf_counter()
             answer = call(*args, **kwargs)
-            self._spent_s[what] += time.perf_counter() - began_s
+            self._sums[f"{what}_s"] += time.perf_counter() - began_s
             if what == "generation":
-                self._num_tokens += sum(map(len, answer[1]))
+                self._sums["num_tokens"] += sum(map(len, answer[1]))
             return answer
 
         return wrapped
 
     def counted(self, engine_step: Callable[[], Any]) -> Callable[[], Any]:
-        """Return `engine_step` with its calls counted."""
-
         def wrapped() -> Any:
-            self._engine_steps += 1
+            self._sums["engine_steps"] += 1
             return engine_step()
 
         return wrapped
 
     def end(self) -> Message:
         """Return the step, and begin the next."""
-        spent_s = {f"{what}_s": seconds for what, seconds in self._spent_s.items()}
-        counts = {"num_tokens": self._num_tokens, "engine_steps": self._engine_steps}
-        step = {"step_s": time.perf_counter() - self._began_s, **spent_s, **counts}
+        names = ("generation_s", "sync_s", "num_tokens", "engine_steps")
+        step = {"step_s": time.perf_counter() - self._began_s} | {name: self._sums[name] for name in names}
         self.begin()
         return step
 
@@ -135,55 +110,33 @@ def main() -> None:
 def _make_trainer(settings: TrainingSettings) -> Any:
     from datasets import Dataset
 
-    from benchmarks.stock_trl.engine import set_dtype, sync_on_cpu
+    from benchmarks.stock_trl.generation import set_dtype
     from paceline.arena.task import problems
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 
     set_dtype(settings.engine_dtype)
-    rollouts_per_step = settings.prompts_per_step * settings.group_size
-    config = GRPOConfig(
-        output_dir=settings.output_dir,
-        seed=settings.seed,
-        max_steps=settings.num_steps,
-        per_device_train_batch_size=settings.microbatch,
-        gradient_accumulation_steps=rollouts_per_step // settings.microbatch,
-        num_generations=settings.group_size,
-        max_completion_length=settings.max_tokens,
-        temperature=settings.temperature,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=settings.warmup_steps,
-        adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1],
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        epsilon=settings.clip_low,
-        epsilon_high=settings.clip_high,
-        loss_type="dapo",
-        vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=settings.weight_cap,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_max_model_length=settings.max_model_len,
-        model_init_kwargs={"dtype": "float32"},
-        bf16=settings.learner_dtype == "bfloat16",
-        gradient_checkpointing=False,  # there is memory enough
-        shuffle_dataset=False,  # prompts in the order of our loop
-        use_cpu=not settings.on_gpu,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    prompts = islice(problems(settings.data_seed), settings.num_steps * settings.prompts_per_step)
+    rows = islice(problems(settings.data_seed), settings.num_prompts)
     trainer = GRPOTrainer(
         model=settings.model,
-        args=config,
-        reward_funcs=cast("Any", right_answer),  # of fewer arguments than TRL's type has
-        train_dataset=Dataset.from_list([{"prompt": one.prompt, "answer": one.answer} for one in prompts]),
+        args=GRPOConfig(**settings.grpo),
+        reward_funcs=cast("Any", right_answer),  # with fewer arguments than TRL's type
+        train_dataset=Dataset.from_list([{"prompt": one.prompt, "answer": one.answer} for one in rows]),
     )
     if not settings.on_gpu:
         sync_on_cpu(trainer)
     return trainer
+
+
+def sync_on_cpu(trainer: Any) -> None:
+    """Replace the colocated weight sync by one for CPUs, where vLLM has packed the parameters that TRL writes to."""
+    generation = trainer.vllm_generation
+
+    def sync_weights() -> None:
+        weights = list(generation._iter_named_params())
+        generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        generation.llm.reset_prefix_cache()
+
+    generation.sync_weights = sync_weights
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.trainer_utils import SaveStrategy
 
-from benchmarks.stock_trl.engine import sync_on_cpu
+from benchmarks.stock_trl.training import sync_on_cpu
 from paceline.integrations.trl import wire_clients
 from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]  public in its docs
 

@@ -1,16 +1,13 @@
 """What the bench of TRL's generation compares, and with which prompts."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks import hosts
 from benchmarks.harness import Record
-from benchmarks.hosts import ACTIVE, GROUP_SIZE, MANY_ACTIVE, WARMUP, Pair, compare, siblings, speculation_file
+from benchmarks.hosts import ACTIVE, GROUP_SIZE, MANY_ACTIVE, Pair, compare, siblings, speculation_file
 from benchmarks.stock_trl.generation import GeneratedBatch
 from benchmarks.workload import asked_for, past_end_share
-from contexts import make_context
 from paceline import assets
 from paceline.rollout.hosts import fill
 
@@ -61,36 +58,6 @@ def test_the_variable_names_the_drafter_that_was_asked_for(tmp_path: Path):
     file.write_text(speculation_file(asked, assets.drafter("small", "dflash")))
     filled = fill({"model": str(assets.policy("small"))}, str(file), on_gpu=False).arguments["speculative_config"]
     assert filled["model"] == str(assets.drafter("small", "dflash")) and filled["num_speculative_tokens"] == 5
-
-
-class SlowHost:
-    """Takes ten seconds for every batch, on a clock of its own."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        self.now_s += 10.0
-        ids = [[7] * question["max_tokens"] for _ in question["prompts"]]
-        return {"seconds": 10.0, "token_ids": ids, "counters": {}}
-
-
-@pytest.mark.parametrize(("until_s", "counted"), [(0.0, 1), (150.0, 5), (1e9, 10)])
-def test_pairs_end_in_time_but_not_before_one_has_counted(
-    until_s: float, counted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slow machine would else measure for hours, or end with warm-up alone and no figure."""
-    host: Any = SlowHost()
-    monkeypatch.setattr(hosts, "time", host)
-    batches = [[[1, 2]] * ACTIVE] * (WARMUP + 10)
-    found = hosts._measure(dict.fromkeys(hosts.ARMS, host), batches, 4, until_s, make_context())
-    assert len(found) - WARMUP == counted
 
 
 def test_share_of_tokens_after_an_end():

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks import workload
-from benchmarks.rates import best_table, speedup_by_batch, tail_rate, wants_more
-from benchmarks.rollout import acceptance, accepted_length, prefill_saved, ratios
-from benchmarks.workload import RequestSet, asked_for, give_group_lengths
+from benchmarks.rates import best_table, speedup_by_batch
+from benchmarks.rollout import accepted_length, ratios
+from benchmarks.workload import asked_for, give_group_lengths
 from contexts import make_context
 from paceline.config import EngineConfig
 from paceline.measure import paired
@@ -72,23 +72,6 @@ def test_prompts_do_not_count_as_decoding():
     assert best_table(survey) == [(1, 1, 0)]
 
 
-def test_tail_is_where_at_most_two_requests_run():
-    plain = batch(1, step_s=[(64, 0.5), (2, 0.1), (1, 0.1)])
-    assert tail_rate([plain]) == pytest.approx(3 / 0.2)
-    speculative = batch(1, [step(64, 3, 0.5, 2), step(2, 3, 0.2, 3)])
-    assert tail_rate([speculative]) == pytest.approx(6 / 0.2)
-    assert tail_rate([speculative, batch(1, [step(1, 3, 0.1, 4)])]) == pytest.approx(10 / 0.3), "pooled"
-
-
-def test_rounds_go_on_until_the_tail_has_its_tokens(rounds):
-    """A ratio of a handful of tokens is luck. A batch that has no tail must not be repeated for ever."""
-    assert wants_more(rounds, 4)
-    assert wants_more(rounds, 3), "the plain arm has 12 tokens"
-    assert not wants_more(rounds * 50, 3)
-    none = {name: batch(1, step_s=[(16, 0.1)]) for name in ("plain", "selector")}
-    assert not wants_more([[none, none]], 1)
-
-
 def test_groups_keep_the_lengths_of_the_policy_on_prompts_with_longer_answers():
     """Siblings share a prompt; a length cut to what a prompt allows would cut off the tail."""
     prompt = np.array([3], np.int32)
@@ -104,22 +87,8 @@ def test_groups_keep_the_lengths_of_the_policy_on_prompts_with_longer_answers():
     assert [int(request.prompt_ids[0]) for request in found] == [4, 4, 6, 6], "75 % of 90 is near 60, of 600 near 500"
 
 
-def test_prompts_of_siblings_that_were_cached_are_counted():
-    prompt = np.arange(33, dtype=np.int32)
-    request = RolloutRequest(group_id=GroupId(0), index=0, prompt_ids=prompt, max_tokens=4, temperature=1.0)
-    read = replace(step(2, 0, 0.1, 1), num_prefill_tokens=32)
-    assert prefill_saved(RequestSet([request] * 2, frozenset()), batch(1, [read])) == pytest.approx(0.5)
-
-
 def test_accepted_length_counts_the_bonus_token():
     assert accepted_length(batch(1, [step(4, 3, 0.1, 3), step(4, 0, 0.1, 1)])) == pytest.approx(3.0)
-
-
-def test_acceptance_has_as_many_positions_as_drafts_had() -> None:
-    drafted = {"selector": batch(1, [step(4, 9, 0.1, 3), step(2, 3, 0.1, 1)]), "useless": batch(1)}
-    found = acceptance([[drafted]])
-    assert found["selector"] == pytest.approx([4 / 6, 4 / 6, *[0] * 7])
-    assert found["useless"] == []
 
 
 def test_drafter_and_draft_length_can_be_set_and_nothing_else() -> None:
@@ -162,7 +131,6 @@ def test_figures_are_ratios_within_a_round(rounds):
     assert figures["makespan_speedup_64"] == pytest.approx(2.0)
     assert figures["k0_ratio"] == pytest.approx(30 / 31)
     assert figures["useless_drafter_ratio"] == pytest.approx(30 / 30.5)
-    assert figures["tail_speedup"] == pytest.approx(3.0)
 
 
 def test_speedup_by_batch_size_leaves_prompts_out():
@@ -203,24 +171,6 @@ def test_arms_take_turns_within_the_batch():
     lockstep([(cast("SteppedEngine", TurnTaking(name, 0.02, finer)), order) for name in ("a", "b")], 0.01)
     assert finer[2:8] == ["a", "b"] * 3, "step by step"
     assert done[0].seconds == turns.index("slow", len(turns) - 1 - turns[::-1].index("slow")) + 1
-
-
-def test_tokens_past_the_end_are_counted():
-    """A response that goes on after its end may be easier to draft; the reader must know how much of the work that
-    is."""
-    request = RolloutRequest(
-        group_id=GroupId(0), index=0, prompt_ids=np.array([3], np.int32), max_tokens=4, temperature=1.0
-    )
-    work = RequestSet([request] * 3, frozenset({1}))
-    done = SteppedBatch(
-        seconds=1,
-        finished_s=[1, 1, 1],
-        token_ids=[[5, 1, 6, 7], [5, 6, 7, 8], [5, 6, 7, 1]],
-        step_s=[],
-        steps=[],
-        figures={},
-    )
-    assert work.past_end_share(done) == pytest.approx(2 / 12)
 
 
 def test_engines_that_are_alive_at_once_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.stock_trl.environment import ROOT, host_environment, trl_site
-from benchmarks.stock_trl.process import HostProcess
+from benchmarks.stock_trl.process import ROOT, HostProcess, host_environment, trl_site
 from paceline.context import Context
 from paceline.types import PacelineError
 
