@@ -104,5 +104,6 @@ def test_stock_engine_is_found_wrong(policy_path: Path, stock: None) -> None:
 
 
 def test_shifted_log_probabilities_are_found(policy_path: Path, mended: None) -> None:
-    result = certify(policy_path, prompts(), config(), context=make_context(), effort=EFFORT, fault="logp-shift")
+    fault = Fault(name="logp-shift", about="log-probabilities are shifted by one token", shifts_logp=True)
+    result = certify(policy_path, prompts(), config(), context=make_context(), effort=EFFORT, fault=fault)
     assert {"logp_max_abs_accepted", "logp_max_abs_recovered"} <= set(result.details["failed"])
