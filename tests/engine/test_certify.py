@@ -17,6 +17,7 @@ from contexts import make_context
 from paceline.certify.engines import certify
 from paceline.certify.lossless import DEVIATIONS, Sampler, SamplerCell, examine
 from paceline.certify.subject import QUICK as EFFORT
+from paceline.certify.subject import Fault
 from paceline.config import Config
 from paceline.rollout.internals import rejection_sampler as sampler
 from paceline.rollout.internals import sampler_fix
