@@ -1,12 +1,11 @@
-"""Policies and drafters of `paceline.assets`, trained again.
+"""Train the policies and drafters of `paceline.assets` again.
 
-    train a policy ──▶ round to bfloat16 ──▶ train drafters on it, three of each kind ──▶ ship the middle one ──▶ card
+    train a policy ──▶ round to bfloat16 ──▶ train three drafters of each kind on it ──▶ ship the median one ──▶ card
 
-Two builds differ, on one machine and between machines: a policy is stopped while it still learns fast, so differences
-in rounding between CPUs are worth ten points of accuracy; rollouts are sampled in batches whose make-up depends on
-time; and a drafter learns in jumps, so that one more stage can be worth a token. Drafters are therefore trained until
-two stages in a row gain less than 1 % of accepted length, and the card says how far the builds lie apart. A rebuild
-that was interrupted goes on where it stopped.
+Builds differ, even on one machine. A policy is stopped while it still learns fast, so rounding on another CPU changes
+its accuracy by ten points; the composition of rollout batches depends on time; and one more stage can gain a drafter a
+whole token. Drafters are therefore trained until two successive stages gain less than 1 % of accepted length, and the
+card lists the range of the builds. An interrupted rebuild resumes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from paceline.arena.growth import Shape
 from paceline.arena.policy import is_whole
 from paceline.arena.prompts import DRAFTER_DATA, drafter_prompts
 from paceline.arena.task import TASK_VERSION
-from paceline.arena.tokenizer import make_tokenizer
 from paceline.context import Context
 from paceline.drafters.export import CARD_FILE as EXPORT_CARD
 from paceline.drafters.export import export_drafter
@@ -36,6 +34,7 @@ from paceline.drafters.provenance import read_evaluation, read_provenance
 from paceline.files import CHECKSUM_FILE, atomic_directory, atomic_file, write_checksums
 from paceline.measure import machine
 from paceline.sessions.draft import WarmStart, train_drafter
+from scripts.rebuild_arena.tokenizer import make_tokenizer
 from scripts.rebuild_arena.training import PolicySchedule, train_policy
 
 CARD_FILE = "CARD.md"
@@ -81,9 +80,9 @@ RECIPES = {
 def rebuild(
     out: Path, context: Context, *, recipes: Mapping[str, Recipe] = RECIPES, num_builds: int = 3
 ) -> dict[str, Any]:
-    """Write policies, drafters and card to `out`, and all builds of the drafters to `out`/builds; returns the record.
+    """Write policies, drafters and card to `out`, and all builds of the drafters to `out`/builds; return the record.
 
-    What is there already is kept."""
+    Existing builds are kept."""
     record: dict[str, Any] = {"machine": machine(), "recipes": {}, "drafters": {}}
     for name, recipe in recipes.items():
         model_path = write_policy(recipe, out / name, _labeled(context, f"arena:{name}"))
@@ -148,7 +147,7 @@ def build_drafter(name: str, kind: str, warm_start: WarmStart, model_path: Path,
 
 
 def _ship(name: str, kind: str, builds: Sequence[Path], out: Path) -> dict[str, Any]:
-    """Copy the build of median accepted length to its place; returns what the card says about all of them."""
+    """Copy the build of median accepted length to its place; return the card's entry for all builds."""
     lengths = {build: read_evaluation(build).accepted_length for build in builds}
     ranked = sorted(builds, key=lambda build: lengths[build][-1])
     shipped = ranked[(len(ranked) - 1) // 2]

@@ -1,7 +1,7 @@
 """Supervised training of an arena policy from scratch: next-token loss on sampled solutions of fresh problems.
 
-RL is left two things to learn. Training stops before it converges, so arithmetic that the policy mostly knows still
-goes wrong now and then; and some demonstrations stop too early, so the policy has learnt to do that too.
+Two weaknesses are left for RL: training stops before convergence, so the policy still makes arithmetic mistakes; and
+some demonstrations stop too early, which the policy imitates.
 
 Dimension suffixes: B examples, S padded tokens.
 """
@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -20,9 +20,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.arena.growth import Shape
-from paceline.arena.task import demonstration, problems
-from paceline.arena.tokenizer import EOS, PAD, vocabulary
+from paceline.arena.task import Problem, problems, solution
 from paceline.context import Context
+from scripts.rebuild_arena.tokenizer import EOS, PAD, vocabulary
 
 _IGNORED = -100
 _PASS_TOKENS = 1024
@@ -34,7 +34,7 @@ _TRAINING_SEED_OFFSET = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySchedule:
-    """How long and how fast a policy is trained."""
+    """Length and learning rates of a policy's training."""
 
     num_steps: int
     tokens_per_step: int
@@ -52,6 +52,16 @@ class PolicySchedule:
 class Example:
     token_ids: list[int]
     num_prompt_tokens: int
+
+
+def demonstration(problem: Problem, rng: random.Random, *, careless_share: float) -> str:
+    """Return a solution that stops too early, with the answer so far, with probability `careless_share`.
+
+    A policy that imitates it has a bad habit for RL to break."""
+    if rng.random() >= careless_share:
+        return solution(problem, rng)
+    seen = problem.terms[: rng.randrange(1, len(problem.terms))]
+    return solution(replace(problem, terms=seen), rng)
 
 
 def new_policy(shape: Shape) -> Qwen3ForCausalLM:

@@ -21,7 +21,7 @@ import hashlib
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 TASK_VERSION = 2
@@ -67,16 +67,6 @@ def heldout(num: int) -> list[Problem]:
             break
         chosen.setdefault(problem.prompt, problem)
     return list(chosen.values())
-
-
-def demonstration(problem: Problem, rng: random.Random, *, careless_share: float) -> str:
-    """Return a solution that stops too early, with the answer so far, with probability `careless_share`.
-
-    A policy that imitates it has a bad habit for RL to break."""
-    if rng.random() >= careless_share:
-        return solution(problem, rng)
-    seen = problem.terms[: rng.randrange(1, len(problem.terms))]
-    return solution(replace(problem, terms=seen), rng)
 
 
 def solution(problem: Problem, rng: random.Random) -> str:

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from contexts import make_context
 from paceline.arena import policy as arena
 from paceline.arena.growth import Shape, grow
-from paceline.arena.task import ANSWER_MARK, demonstration, heldout, problems, reward, solution
-from paceline.arena.tokenizer import make_tokenizer, vocabulary
+from paceline.arena.task import ANSWER_MARK, heldout, problems, reward, solution
 from paceline.sessions.workloads import resolve_policy
 from scripts.rebuild_arena import rebuild
-from scripts.rebuild_arena.training import PolicySchedule
+from scripts.rebuild_arena.tokenizer import make_tokenizer, vocabulary
+from scripts.rebuild_arena.training import PolicySchedule, demonstration
 
 MINUTE = rebuild.Recipe(
     shape=Shape(hidden_size=64, num_layers=2, intermediate_size=96, num_heads=2, num_kv_heads=1, head_dim=32),

@@ -8,11 +8,11 @@ from typing import cast
 import pytest
 
 from letters import Letters
-from paceline.arena.tokenizer import make_tokenizer
 from paceline.config import Config, HubData, JsonlData
 from paceline.orchestrator.task import load_task
 from paceline.sessions.workloads import make_task
 from paceline.types import Tokenizer
+from scripts.rebuild_arena.tokenizer import make_tokenizer
 
 
 def write_task(tmp_path, reward: str, rows: list[dict]) -> JsonlData:

@@ -12,11 +12,11 @@ from typing import cast
 import pytest
 
 from paceline.arena.task import problems
-from paceline.arena.tokenizer import make_tokenizer
 from paceline.config import Config, JsonlData
 from paceline.orchestrator.reward_worker import load
 from paceline.orchestrator.task import load_task
 from paceline.types import Tokenizer
+from scripts.rebuild_arena.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 GSM8K = ROOT / "examples" / "gsm8k"
