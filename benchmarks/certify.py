@@ -1,8 +1,7 @@
 """`paceline certify` with a planted fault, or on vLLM's V2 model runner without a GPU.
 
-`--plant FAULT` must give NOT LOSSLESS. `--runner v2` runs the V2 model runner, which GPUs use, on the CPU: Triton's
-interpreter executes its kernels (v2_runner.py). This takes up to 20 minutes with arena:tiny and the arena's EAGLE-3
-drafter, which are then the default, and plants sampler faults inside the running engine too.
+`--plant FAULT` must give NOT LOSSLESS. `--runner v2` runs the V2 model runner, which GPUs use, on the CPU
+(v2_runner.py), and plants sampler faults inside the engine too. It takes up to 20 minutes with arena:tiny and EAGLE-3, the default.
 """
 
 from __future__ import annotations
@@ -54,14 +53,12 @@ def interpreted(*, quick: bool = False) -> Effort:
         long_tokens=16,
         max_seconds=1200.0,
     )
-    if not quick:
-        return effort
-    return replace(effort, sampler_rows=150, num_prompts=2, samples_per_prompt=16, long_rollouts=3, conclusive=False)
+    less = replace(effort, sampler_rows=150, num_prompts=2, samples_per_prompt=16, long_rollouts=3, conclusive=False)
+    return less if quick else effort
 
 
 def _fault(name: str | None, *, in_engine: bool) -> Fault | None:
-    from benchmarks.planted.sampler import SAMPLER_FAULTS, plant
-    from benchmarks.planted.v2_sampler import V2SamplerFault
+    from benchmarks.planted import SAMPLER_FAULTS, V2SamplerFault, plant
     from paceline.certify.subject import Fault
 
     if name is None:

@@ -1,7 +1,6 @@
 """Online drafter training: does the drafter follow the policy, at no cost, and release engines at once?
 
-Two engines of one core each, and a learner on the first of the two cores: the second engine's device may be leased
-while the learner works, like an engine with its own GPU.
+Two engines have a core each and the learner uses the first: the second engine's device may be leased while it works.
 
 Drift. RL runs with a drafter trained on idle engines: the offline one, at a learning rate that moves the policy, once
 per seed; and an untrained one, once, at the arena's learning rate. At the end, the engines get the run's drafter and
@@ -11,9 +10,9 @@ the offline drafter by turns, and sample the same prompts with the run's last po
     from_scratch_over_offline   of the untrained drafter after the run over the offline one
     idle_used                   seconds of training over seconds in which an engine without rollouts could be leased
 
-Cost. Runs in which every batch of prompts comes twice, with devices leased and not leased, in alternating order. The
-first samples almost greedily and learns almost nothing, so both steps of a pair do the same work. The others, one per
-seed, are the run of docs/speculation.md, where learner and engines share the cores.
+Cost. Runs in which every batch of prompts comes twice, with devices leased and not leased. The first samples almost
+greedily and learns almost nothing, so both steps of a pair do the same work. The others are the run of
+docs/speculation.md, where learner and engines share the cores.
 
     step_time_ratio, makespan_ratio     leased over not leased, medians of pairs
     documented_step_ratio               time of all steps with leases over their twins' time, in the documented run
@@ -160,7 +159,6 @@ def _untrained(out: Path, context: Context) -> Path:
 
 def _drift(config: Config, metrics: Path, idle_used: list[float], context: Context) -> list[float]:
     """Train once. Return accepted lengths of the run's drafter over the offline one, by turn."""
-    context.progress(f"{metrics.stem}: {config.run.steps} steps")
     turns = asyncio.run(_accepted_lengths(config, metrics, resolve_drafter("arena:small/eagle3", context), context))
     steps = [record["metrics"] for record in read_metrics(metrics)["step"]]
     idle_used.append(sum(step["draft/training_s"] for step in steps) / sum(step["draft/leasable_s"] for step in steps))

@@ -11,8 +11,7 @@
     not_healed                            faults after which the part was not restored
     false_alarms                          losses without a fault
     orphans                               processes that are alive 10 s after their driver ended
-    useful_time                           60 x median time of steps without a fault / time of the 60 steps; in a step
-                                          without a fault, both engines are alive all the time
+    useful_time                           60 x median time of steps with both engines alive / time of the 60 steps
 
 Out of memory is simulated as the kernel does it: SIGKILL for the largest process of an engine, vLLM's worker.
 """

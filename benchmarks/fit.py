@@ -7,7 +7,7 @@ one `PRIOR` costs as much as an error of `ERROR` in one cell. Errors count by Hu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 import numpy.typing as npt
@@ -66,24 +66,18 @@ START = World(
 """Guesses before the fit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    world: World
-    loss: float
-
-
 def run(overrides: Sequence[str], context: Context) -> Record:
     """Fit again on the fitting half. The figures are the new constants and assumptions."""
     del overrides
-    found = fit(split(cells())[0], context=context)
-    record = Record(seeds=[SPLIT_SEED], details={"loss": found.loss})
-    for name, value in (asdict(found.world.constants) | asdict(found.world.assumptions)).items():
+    world, loss = fit(split(cells())[0], context=context)
+    record = Record(seeds=[SPLIT_SEED], details={"loss": loss})
+    for name, value in (asdict(world.constants) | asdict(world.assumptions)).items():
         record.add(name, value)
     return record
 
 
-def fit(cells: Sequence[Cell], start: World = START, *, rounds: int = 8, context: Context) -> Fit:
-    """Minimize by Gauss-Newton with numerical derivatives. `start` is the prior too."""
+def fit(cells: Sequence[Cell], start: World = START, *, rounds: int = 8, context: Context) -> tuple[World, float]:
+    """Minimize the loss by Gauss-Newton with numerical derivatives, from the prior `start`; return the loss too."""
     names = [*asdict(start.constants), *asdict(start.assumptions)]
     origin = np.log([*asdict(start.constants).values(), *asdict(start.assumptions).values()])
     width = np.array([NARROW.get(name, PRIOR) for name in names])
@@ -120,7 +114,7 @@ def fit(cells: Sequence[Cell], start: World = START, *, rounds: int = 8, context
         context.progress(f"round {number + 1}: loss {loss:.2f}, median error {np.median(np.abs(np.expm1(errors))):.3f}")
         if gain < 1e-3 * loss:
             break
-    return Fit(world=_world(names, here), loss=loss)
+    return _world(names, here), loss
 
 
 def _world(names: Sequence[str], log_values: Array) -> World:

@@ -37,8 +37,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import Record
-from benchmarks.rates import rate
-from benchmarks.workload import ENGINE, MODEL, SOURCE, arena_requests, one_of
+from benchmarks.workload import ENGINE, MODEL, SOURCE, arena_requests, one_of, rate
 from paceline.config import (
     EagleDrafter,
     EngineConfig,

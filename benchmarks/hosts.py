@@ -72,9 +72,7 @@ def run(overrides: Sequence[str], context: Context) -> Record:
     record.median("active_over_ridge", [ACTIVE / ridge.tokens for ridge in ridges])
     record.details |= {
         "ridge": [asdict(ridge) for ridge in ridges],
-        "batches": {
-            active: [{arm: pair[arm].seconds for arm in ARMS} for pair in found] for active, found in pairs.items()
-        },
+        "seconds": {n: [{arm: pair[arm].seconds for arm in ARMS} for pair in found] for n, found in pairs.items()},
         "counters": {active: [pair["paceline"].counters for pair in found] for active, found in pairs.items()},
     }
     return record

@@ -1,7 +1,6 @@
 """Held-out accuracy by RL on the arena: by itself, with FP8 rollouts, and with asynchronous training.
 
-learning     one arm: the arena's config. `gain_min` and `gain_mean` are the last minus the first held-out accuracy, in
-             points, over the seeds.
+learning     the arena's config. `gain_min`, `gain_mean`: last minus first held-out accuracy, in points, over the seeds
 
 correction   bf16      rollouts in BF16, no correction
              fp8       FP8 weights and KV cache, no correction

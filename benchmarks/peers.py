@@ -6,10 +6,8 @@
 Both arms are GRPO on the arena with one optimizer step per batch, every group trained on, the same clipping and
 truncated importance weights of tokens. They have the same vLLM, PyTorch and cores, compiled engines in the fastest
 precision of the machine, float32 learners, and the same prompts in the same steps. TRL's settings follow from our
-config, so an override holds for both. TRL runs without gradient checkpointing, which would slow it down, and with
-`microbatch` rollouts per pass. The arms take turns, in another order for each seed. Ratios are of runs of one seed,
-without the first steps. On two cores arena:large takes half an hour, one engine, a learning rate of 1e-6 and few
-rollouts (with eight, TRL's process was killed at 22 GB): benchmarks/README.md has the command.
+config, so an override holds for both. The arms take turns, in another order for each seed. Ratios are of runs of one
+seed, without the first steps. benchmarks/README.md has a command for arena:large.
 
     generation_over_trl     seconds of generation per token, TRL's over ours; median of the seeds
     rest_of_step_over_trl   seconds of a step outside of generation, weight sync included, ours over TRL's

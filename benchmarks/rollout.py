@@ -12,9 +12,8 @@
 
 The batch is 16 prompts x 8 siblings with the policy's own lengths (`workload.grouped`). At most 16 or 64 requests run
 while the others wait. Cached prefixes are dropped before each batch, as after a weight sync, so only siblings share a
-prompt. Plain vLLM has the same settings: compiled, the fastest precision of the machine, prefix caching in blocks of 32
-tokens, whole prompts in steps of 2,048 tokens. `decode_speedup_at_ridge` compares machines: tokens per second while
-about 0.4 of the measured ridge are active.
+prompt. Plain vLLM has the same settings. `decode_speedup_at_ridge` compares machines: tokens per second while about 0.4
+of the measured ridge are active.
 
 The arms of a group take turns, each on an engine of its own, a hundredth of the batch (a few steps) at a time, so that
 drift of the machine slows all of them alike; an arm's seconds are those of its own steps. Figures are ratios within a
@@ -26,6 +25,7 @@ from __future__ import annotations
 import math
 import random
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,14 +34,6 @@ from statistics import median
 import numpy as np
 
 from benchmarks.harness import Record
-from benchmarks.random_drafter import random_drafter
-from benchmarks.rates import (
-    Round,
-    best_table,
-    bucket_of,
-    name_of,
-    speedup_by_batch,
-)
 from benchmarks.workload import (
     ENGINE,
     MODEL,
@@ -55,6 +47,8 @@ from benchmarks.workload import (
     fastest,
     grouped,
     past_end_share,
+    random_drafter,
+    rate,
 )
 from paceline.config import (
     FixedSelector,
@@ -67,6 +61,7 @@ from paceline.config import (
 from paceline.context import Context
 from paceline.measure import CpuTimes, Goal, meanwhile
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, lockstep
+from paceline.selector.cost import Step
 from paceline.sessions.workloads import resolve_policy
 
 CONFIG = ENGINE.model_copy(update={"kv_cache_gb": 1.5})
@@ -85,6 +80,13 @@ GOALS: dict[str, Goal] = {
     "k0_ratio": (">=", 0.97),
     "useless_drafter_ratio": (">=", 0.98),
 }
+
+
+BUCKETS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64))
+Bucket = tuple[int, int]
+Group = Mapping[str, SteppedBatch]
+"""Batches of arms that took turns, by arm."""
+Round = Sequence[Group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +252,50 @@ def _groups(
         ),
         _ArmGroup([PLAIN, SELECTOR], _every(2, work), MANY_ACTIVE),
     ]
+
+
+def bucket_of(num_requests: int) -> Bucket:
+    return next(bucket for bucket in BUCKETS if bucket[0] <= num_requests <= bucket[1])
+
+
+def name_of(bucket: Bucket) -> str:
+    return f"{bucket[0]}-{bucket[1]}"
+
+
+def _by_bucket(batches: Sequence[SteppedBatch]) -> dict[Bucket, list[Step]]:
+    """Return the steps that read no prompts."""
+    found: dict[Bucket, list[Step]] = defaultdict(list)
+    for batch in batches:
+        for step in batch.steps:
+            if step.num_prefill_tokens == 0:
+                found[bucket_of(step.num_requests)].append(step)
+    return found
+
+
+def best_table(survey: Mapping[int, Sequence[SteppedBatch]]) -> list[tuple[int, int, int]]:
+    """Return the draft length with the highest rate for each bucket: the best of all tables, because a table's time is
+    a sum over its entries."""
+    rates: dict[Bucket, dict[int, float]] = defaultdict(dict)
+    for k, batches in survey.items():
+        for bucket, steps in _by_bucket(batches).items():
+            rates[bucket][k] = rate(steps)
+    return [(*bucket, max(by_k, key=by_k.__getitem__)) for bucket, by_k in sorted(rates.items())]
+
+
+def _plain_token_s(batches: Sequence[SteppedBatch]) -> dict[Bucket, float]:
+    """Return seconds of plain vLLM per token: medians, because some steps read prompts too."""
+    found: dict[Bucket, list[float]] = defaultdict(list)
+    for batch in batches:
+        for active, seconds in batch.step_s:
+            found[bucket_of(active)].append(seconds / active)
+    return {bucket: median(token_s) for bucket, token_s in sorted(found.items())}
+
+
+def speedup_by_batch(groups: Sequence[Group]) -> dict[str, float]:
+    """Return tokens per second of the selector over plain vLLM by batch size, in steps that read no prompts."""
+    plain = _plain_token_s([group["plain"] for group in groups])
+    chosen = _by_bucket([group["selector"] for group in groups])
+    return {name_of(bucket): rate(chosen[bucket]) * plain[bucket] for bucket in plain if bucket in chosen}
 
 
 def ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:

@@ -4,10 +4,10 @@
     sync      the same with an EAGLE-3 drafter, trained on engines that wait for the tail
     stream    the same with run.max_age=1: the learner takes groups as they finish, and engines continue
 
-The arena with few rollouts a step, so that most of a step is generation, as in runs with long answers; the share is
-measured and has a goal. Arms have the same prompts, number of updates and correction, and compiled engines in the
-fastest precision of the machine. They take turns, in another order for each seed. Ratios are of runs of one seed,
-without the first steps, in which selectors and caches warm up. Settings of `speculation` are for sync and stream only.
+The arena with few rollouts a step, so that most of a step is generation, as in runs with long answers. Arms have the
+same prompts, updates and correction, and compiled engines in the fastest precision of the machine. They take turns, in
+another order for each seed. Ratios are of runs of one seed, without the first steps, in which selectors and caches warm
+up. Settings of `speculation` are for sync and stream only.
 
     step_speedup          seconds of a step, plain over sync; median of the seeds
     step_speedup_stream   plain over stream
@@ -64,11 +64,6 @@ class SteppedRun:
     learner_s: float
     sync_s: float
     num_tokens: float
-    accepted_length: float
-
-    def __str__(self) -> str:
-        parts = f"{self.generation_s:.2f} s generation, {self.learner_s:.2f} s learner, {self.sync_s:.2f} s sync"
-        return f"{self.step_s:.2f} s a step ({parts}), {self.num_tokens:.0f} tokens"
 
 
 def run(overrides: Sequence[str], context: Context) -> Record:
@@ -112,7 +107,6 @@ def summarise(found: RecordedRun, directory: Path) -> SteppedRun:
         learner_s=mean("time/logprob", "time/train"),
         sync_s=mean("time/sync"),
         num_tokens=mean("rollout/num_tokens"),
-        accepted_length=mean("rollout/accepted_length"),
     )
 
 

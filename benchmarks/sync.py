@@ -4,9 +4,8 @@
     copy_ratio_with_load     the same with vLLM's loading, which packs weights for its kernels
     fingerprint_mismatches   fingerprints that differ after the updates, over all engines
 
-Both arms move the same bytes in the same run and take turns at going first. Stage is the learner's part (copy into
-shared memory, fingerprint), verify the engine's (fingerprint again, look for NaN). Engines are bound to one core each,
-as in a run.
+Both arms move the same bytes and take turns at going first. Stage is the learner's part (copy into shared memory,
+fingerprint), verify the engine's (fingerprint again, look for NaN). Engines have one core each, as in a run.
 """
 
 from __future__ import annotations

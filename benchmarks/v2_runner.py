@@ -9,7 +9,7 @@ STAND_INS adds missing parts of the interpreter, and asynchronous scheduling, wh
 no part of vLLM's runner, sampler or speculators. tests/gpu_code checks that each is still `needed`.
 
 vLLM's child processes get the stand-ins through a folder on PYTHONPATH with a `sitecustomize.py`, which Python imports
-first. Our vLLM plugin initializes AMX in every process (`rollout/internals/platform.py`).
+first. Our vLLM plugin initializes AMX in every process.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ once, which is faster in every arm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,14 +18,18 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from paceline.arena.task import problems
 from paceline.config import EngineConfig, LearnedDrafter, SpeculationConfig, load_config
 from paceline.context import Context
 from paceline.devices import fast_precision
+from paceline.drafters.checkpoint import write_checkpoint
 from paceline.rollout.arguments import end_tokens
 from paceline.rollout.stepped import Order, SteppedEngine, stepped_engine
+from paceline.selector.cost import Step
 from paceline.sessions.workloads import resolve_drafter
 from paceline.types import GroupId, RolloutRequest
 
@@ -97,6 +102,11 @@ def fastest(config: EngineConfig) -> EngineConfig:
 def one_of(config: EngineConfig, num: int) -> EngineConfig:
     """Return the settings of one of `num` processes that share a GPU."""
     return config.model_copy(update={"gpu_memory_utilization": config.gpu_memory_utilization / num})
+
+
+def rate(steps: Sequence[Step]) -> float:
+    """Return tokens per second."""
+    return sum(step.num_emitted for step in steps) / sum(step.seconds for step in steps)
 
 
 @contextmanager
@@ -186,3 +196,15 @@ def give_group_lengths(
         for number, group in enumerate(groups)
         for index, length in enumerate(group)
     ]
+
+
+def random_drafter(like: Path, out: Path, *, seed: int) -> None:
+    """Write a drafter of the usual cost that guesses nothing: a copy of `like` with random matrices."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(like / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.is_floating_point() and weight.ndim == 2:
+            weights[name] = (torch.randn(weight.shape, generator=generator) / math.sqrt(weight.shape[1])).to(
+                weight.dtype
+            )
+    write_checkpoint(out, (like / "config.json").read_text(encoding="utf-8"), weights, like / "tokenizer.json")

@@ -33,7 +33,7 @@ if [ ! -d "$out/untrained" ]; then
 import sys
 from pathlib import Path
 from paceline import assets
-from benchmarks.random_drafter import random_drafter
+from benchmarks.workload import random_drafter
 random_drafter(assets.drafter("small", "eagle3"), Path(sys.argv[1]), seed=3)
 PY
 fi

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.planted.sampler import plant
+from benchmarks.planted import plant
 from paceline import cli
 from paceline.doctor import engine, weights
 from paceline.doctor.setup import Setup

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.random_drafter import random_drafter
+from benchmarks.workload import random_drafter
 from paceline import assets
 from paceline.arena.task import problems
 from paceline.rollout.calls import ServedDrafter

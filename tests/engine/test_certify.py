@@ -12,7 +12,7 @@ import pytest
 import vllm.plugins
 from vllm.v1.sample import rejection_sampler as vllm_sampler
 
-from benchmarks.planted.sampler import SamplerFault, plant
+from benchmarks.planted import SamplerFault, plant
 from contexts import make_context
 from paceline.certify.engines import certify
 from paceline.certify.lossless import DEVIATIONS, Sampler, SamplerCell, examine

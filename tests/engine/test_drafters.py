@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.random_drafter import random_drafter
+from benchmarks.workload import random_drafter
 from paceline import assets
 from paceline.arena.task import problems
 from paceline.config import EngineConfig, FixedSelector, SpeculationConfig

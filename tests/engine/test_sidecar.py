@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.random_drafter import random_drafter
+from benchmarks.workload import random_drafter
 from paceline import assets
 from paceline.arena.task import problems
 from paceline.drafters.rounds import drafter_weights

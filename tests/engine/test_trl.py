@@ -21,7 +21,7 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
-from benchmarks.random_drafter import random_drafter
+from benchmarks.workload import random_drafter
 from paceline import assets
 from paceline.drafters.checkpoint import load
 from paceline.weights.fingerprint import fingerprint

@@ -21,7 +21,7 @@ try:
 except RuntimeError as error:
     _too_late = str(error)
 
-from benchmarks.planted.v2_sampler import V2SamplerFault  # noqa: E402
+from benchmarks.planted import V2SamplerFault  # noqa: E402
 from driven_engine import DrivenEngine, started  # noqa: E402  imports Triton
 from paceline.config import SpeculationConfig  # noqa: E402
 from paceline.rollout import speculation as engine_speculation  # noqa: E402

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.planted.sampler import SamplerFault
-from benchmarks.planted.v2_sampler import V2SamplerFault
+from benchmarks.planted import SamplerFault, V2SamplerFault
 from driven_engine import DrivenEngine, furthest, reference
 from paceline.certify.lossless import surprise, two_sample
 from paceline.drafters.rounds import drafter_weights

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.random_drafter import random_drafter
+from benchmarks.workload import random_drafter
 from driven_engine import V2_CONFIG, DrivenEngine, reference, started
 from paceline import assets
 from paceline.arena.task import problems

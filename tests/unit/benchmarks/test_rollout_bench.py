@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import workload
-from benchmarks.rates import best_table, speedup_by_batch
-from benchmarks.rollout import accepted_length, ratios
+from benchmarks.rollout import accepted_length, best_table, ratios, speedup_by_batch
 from benchmarks.workload import asked_for, give_group_lengths
 from contexts import make_context
 from paceline.config import EngineConfig

@@ -19,7 +19,6 @@ def stepped(step_s: float, generation_s: float, num_tokens: float = 100.0) -> St
         learner_s=1.0,
         sync_s=0.1,
         num_tokens=num_tokens,
-        accepted_length=1.0,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.certify import interpreted
-from benchmarks.planted.sampler import SAMPLER_FAULTS, SamplerFault, plant
+from benchmarks.planted import SAMPLER_FAULTS, SamplerFault, plant
 from paceline.certify.fp32 import first_difference
 from paceline.certify.lossless import (
     DEVIATIONS,

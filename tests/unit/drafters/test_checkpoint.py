@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 
-from benchmarks.random_drafter import random_drafter
+from benchmarks.workload import random_drafter
 from drafter_cases import HIDDEN, KINDS, guessed_logits, make_documents, make_drafter, policy_config
 from paceline.drafters.checkpoint import load, preflight, save, widen, with_own_embeddings
 from paceline.drafters.kinds import write_new_drafter

@@ -1,1 +1,0 @@
-"""Faults planted on purpose, to show that certify, doctor and fingerprints find them."""
