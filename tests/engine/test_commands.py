@@ -120,7 +120,7 @@ def test_tune_says_which_draft_lengths_pay(tuned: Path) -> None:
     assert figures["acceptance_1"] > 0.2
     assert {"best_length_1", "best_length_2", "best_length_4", "gain_4"} <= figures.keys()
     assert json.loads((tuned / "costs.json").read_text())["measured_on"]
-    assert "How much of a draft is accepted" in (tuned / "tune.html").read_text()
+    assert "Acceptance by draft position" in (tuned / "tune.html").read_text()
 
 
 def test_what_tune_wrote_serves_the_model_with_drafts(tuned: Path, tmp_path: Path) -> None:
