@@ -61,7 +61,7 @@ def _default(field: FieldInfo) -> str:
 
 def _values(field: FieldInfo) -> str:
     kind = re.sub(
-        r"\b(pathlib\.|typing\.)",
+        r"\b(pathlib\.(_local\.)?|typing\.)",
         "",
         field.annotation.__name__ if isinstance(field.annotation, type) else str(field.annotation),
     )

@@ -7,7 +7,19 @@ from importlib.abc import MetaPathFinder
 
 import pytest
 
-HEAVY = ("torch", "transformers", "tokenizers", "ray", "vllm", "speculators", "matplotlib")
+# The extras, and their dependencies that tests import.
+HEAVY = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "huggingface_hub",
+    "ray",
+    "vllm",
+    "speculators",
+    "matplotlib",
+    "prometheus_client",
+    "yaml",
+)
 
 
 class _Absent(MetaPathFinder):
