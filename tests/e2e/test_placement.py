@@ -105,10 +105,11 @@ def test_sigterm_reaches_the_run_after_ray_has_started() -> None:
     program = """
 import asyncio, os, signal
 from paceline.cluster.ray_session import ray_session
+from paceline.config import load_config
 
 async def work():
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
-    with ray_session(arena_config(), None):
+    with ray_session(load_config(None, ["policy.model=arena:tiny"]), None):
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(30)
 
