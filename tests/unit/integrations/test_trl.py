@@ -146,7 +146,7 @@ def test_sleeping_engine_is_awake_for_pushes_only(
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [
-        ("ranks", "an engine in each of several processes"),
+        ("ranks", "each of several processes has an engine"),
         ("no vllm", "use_vllm=True"),
         ("no drafter", "planted problem"),
         ("not ours", "PACELINE="),
