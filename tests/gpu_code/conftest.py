@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -25,8 +26,10 @@ from benchmarks.planted import V2SamplerFault  # noqa: E402
 from driven_engine import DrivenEngine, started  # noqa: E402  imports Triton
 from paceline.config import SpeculationConfig  # noqa: E402
 from paceline.rollout import speculation as engine_speculation  # noqa: E402
-from paceline.selector import select  # noqa: E402
 from random_policy import make_drafter, make_policy  # noqa: E402
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
 FEW_TOKENS = 16
 """A vocabulary so small that a few hundred tokens tell distributions apart, and an untrained drafter is often right."""
@@ -96,6 +99,9 @@ def eagle(policy_path: Path, drafter_path: Path) -> Iterator[DrivenEngine]:
             "selector": {"kind": "beg_mab"},
         }
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(select, "EPSILON", 1.0)
-        yield from started(policy_path, speculation, async_scheduling=True, adjust=V2SamplerFault("accept").adjust)
+
+    def adjust(args: AsyncEngineArgs) -> None:
+        V2SamplerFault("accept").adjust(args)
+        args.scheduler_cls = "exploring_scheduler.AdaptiveScheduler"
+
+    yield from started(policy_path, speculation, async_scheduling=True, adjust=adjust)
