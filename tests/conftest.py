@@ -8,6 +8,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from hypothesis import settings
+
+# A deadline fails on a busy machine.
+settings.register_profile("paceline", deadline=None)
+settings.load_profile("paceline")
+
 
 def pytest_configure() -> None:
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]

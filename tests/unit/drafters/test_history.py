@@ -104,7 +104,7 @@ def replay(history: History, prompt: list[int], response: list[int]) -> None:
         batch.propose(history, [(prompt + response[:length], 1)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_drafts_equal_those_of_the_slow_twin(data: st.DataObject) -> None:
     """Rows start, move, pause, end and are reused at random; every draft must be the one that plain lists give."""

@@ -131,7 +131,7 @@ def test_suspect_that_is_done_is_innocent():
     assert take(ledger, "c").id != first.id
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(["assign", "finish", "again", "lose"]), st.integers(0, 3)), max_size=120))
 def test_no_order_of_events_loses_or_doubles_a_rollout(events):
     ledger = Ledger()
