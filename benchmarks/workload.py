@@ -10,6 +10,7 @@ once, which is faster in every arm.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -207,4 +208,5 @@ def random_drafter(like: Path, out: Path, *, seed: int) -> None:
             weights[name] = (torch.randn(weight.shape, generator=generator) / math.sqrt(weight.shape[1])).to(
                 weight.dtype
             )
-    write_checkpoint(out, (like / "config.json").read_text(encoding="utf-8"), weights, like / "tokenizer.json")
+    config = json.loads((like / "config.json").read_text(encoding="utf-8"))
+    write_checkpoint(out, config, weights, like / "tokenizer.json")

@@ -81,7 +81,8 @@ class Buffer:
             if document.num_anchors:
                 use = "h" if is_heldout(document, self._config.heldout_share) else "t"
                 self._write(f"{self._new_name(version)}-{len(document.token_ids):08d}-{use}{_SUFFIX}", _parts(document))
-        self._make_room()
+        for entry in victims(self.entries(), self._config):
+            entry.file.unlink(missing_ok=True)
 
     def put_head(self, head_VD: Floats, version: int) -> None:
         """Write the policy's output head of this version and remove older ones. Only one writer calls this."""
@@ -95,12 +96,11 @@ class Buffer:
     def head(self) -> tuple[int, Floats] | None:
         """Return the newest intact head as a view of its file, with its version."""
         for file in sorted(self._directory.glob(f"*{_HEAD_SUFFIX}"), reverse=True):
-            *_, rows, columns = file.name.removesuffix(_HEAD_SUFFIX).split("-")
+            version, *_, rows, columns = file.name.removesuffix(_HEAD_SUFFIX).split("-")
+            shape = int(rows), int(columns)
             with suppress(FileNotFoundError):  # a newer one has come meanwhile
                 if self._is_whole_head(file):
-                    return _version(file), np.memmap(
-                        file, np.float32, "r", offset=4 * _HEADER_WORDS, shape=(int(rows), int(columns))
-                    )
+                    return int(version), np.memmap(file, np.float32, "r", offset=4 * _HEADER_WORDS, shape=shape)
         return None
 
     def _is_whole_head(self, file: Path) -> bool:
@@ -167,10 +167,6 @@ class Buffer:
                         heldout=use == "h",
                     )
 
-    def _make_room(self) -> None:
-        for entry in victims(self.entries(), self._config):
-            entry.file.unlink(missing_ok=True)
-
 
 def is_heldout(document: Document, share: float) -> bool:
     """Return whether documents of this prompt are held out. The answer is the same in every process and epoch."""
@@ -190,16 +186,13 @@ def victims(entries: Sequence[Entry], config: BufferConfig) -> list[Entry]:
     capacity = int(config.capacity_mb * 2**20)
     heldout_capacity = int(capacity * config.heldout_share)
     capacity -= heldout_capacity
-    earlier = sorted(
-        (entry for entry in trained if entry.version < newest), key=lambda entry: entry.num_tokens, reverse=True
-    )
-    floor = set(_fitting(earlier, int(capacity * LONG_SHARE)))
-    others = [entry for entry in trained if entry not in floor]
-    excess = sum(entry.num_bytes for entry in trained) - capacity
-    oldest_first = [*others, *(entry for entry in trained if entry in floor)]
+    earlier = [entry for entry in trained if entry.version < newest]
+    longest_first = sorted(earlier, key=lambda entry: entry.num_tokens, reverse=True)
+    floor = set(_fitting(longest_first, int(capacity * LONG_SHARE)))
+    floor_last = sorted(trained, key=lambda entry: entry in floor)
     return [
         *expired,
-        *_first(oldest_first, excess),
+        *_first(floor_last, sum(entry.num_bytes for entry in trained) - capacity),
         *_first(heldout, sum(entry.num_bytes for entry in heldout) - heldout_capacity),
     ]
 
@@ -269,7 +262,3 @@ def _map(file: Path) -> Document:
         taps=words[taps_at:last_at].view(np.float32).reshape(num_tokens, num_taps, hidden_size),
         last=words[last_at:].view(np.float32).reshape(num_tokens, hidden_size),
     )
-
-
-def _version(file: Path) -> int:
-    return int(file.name.split("-")[0])

@@ -95,7 +95,9 @@ def save(
 
     `tokenizer` is the policy's tokenizer.json, by which `preflight` detects a different policy with the same vocabulary
     size. `notes` writes further files (provenance.py) before checksums are computed."""
-    write_checkpoint(directory, _config_text(drafter), weights_of(drafter), tokenizer, notes)
+    config = drafter.config.to_dict()
+    config["transformer_layer_config"].pop("_attn_implementation", None)
+    write_checkpoint(directory, config, weights_of(drafter), tokenizer, notes)
 
 
 def weights_of(drafter: Drafter) -> dict[str, torch.Tensor]:
@@ -107,21 +109,15 @@ def weights_of(drafter: Drafter) -> dict[str, torch.Tensor]:
     }
 
 
-def _config_text(drafter: Drafter) -> str:
-    tree = drafter.config.to_dict()
-    tree["transformer_layer_config"].pop("_attn_implementation", None)
-    return json.dumps(tree, indent=2, sort_keys=True) + "\n"
-
-
 def write_checkpoint(
     directory: Path,
-    config: str,
+    config: dict[str, Any],
     weights: dict[str, torch.Tensor],
     tokenizer: Path | None,
     notes: Callable[[Path], None] | None = None,
 ) -> None:
     with atomic_directory(directory, durable=True) as partial:
-        (partial / "config.json").write_text(config, encoding="utf-8")
+        (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if tokenizer is not None and tokenizer.is_file():
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
@@ -148,32 +144,22 @@ def load(directory: Path) -> Drafter:
 
 
 def widen(
-    source: Path,
-    target: Path,
-    *,
-    policy_path: Path,
-    taps: Sequence[int],
-    notes: Callable[[Path], None] | None = None,
+    source: Path, target: Path, *, policy_path: Path, taps: Sequence[int], notes: Callable[[Path], None] | None = None
 ) -> None:
     """Write the drafter of a policy for a policy grown from it.
 
     The grown policy's hidden states end with zeros, so the new columns are zero too."""
     verify_checksums(source)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    policy = policy_config(policy_path)
+    config, policy = _read_config(source), policy_config(policy_path)
     weights = load_file(source / "model.safetensors")
     fc_HKD = weights["fc.weight"].unflatten(1, (len(taps), -1))
     padding = policy["hidden_size"] - fc_HKD.shape[-1]
     weights["fc.weight"] = nn.functional.pad(fc_HKD, (0, padding)).flatten(1).contiguous()
     config["target_hidden_size"] = policy["hidden_size"]
     config[_TAPS_KEYS[config["speculators_model_type"]]] = list(taps)
-    config["speculators_config"]["verifier"] = {
-        "name_or_path": str(policy_path),
-        "architectures": policy["architectures"],
-    }
-    write_checkpoint(
-        target, json.dumps(config, indent=2, sort_keys=True) + "\n", weights, policy_path / "tokenizer.json", notes
-    )
+    verifier = {"name_or_path": str(policy_path), "architectures": policy["architectures"]}
+    config["speculators_config"]["verifier"] = verifier
+    write_checkpoint(target, config, weights, policy_path / "tokenizer.json", notes)
 
 
 def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: torch.dtype) -> Path:
@@ -183,12 +169,8 @@ def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: tor
     tensor-parallel worker compares its own rows."""
     verify_checksums(source)
     weights = load_file(source / "model.safetensors")
-    embedding_VD, head_VD = policy_embeddings(model_path)
     equal = False
-    for name, other_VD in (
-        ("embed_tokens.weight", embedding_VD),
-        ("lm_head.weight", head_VD),
-    ):
+    for name, other_VD in zip(("embed_tokens.weight", "lm_head.weight"), policy_embeddings(model_path), strict=True):
         own_VD = weights.get(name)
         if own_VD is None or other_VD is None or own_VD.shape != other_VD.shape:
             continue
@@ -198,24 +180,19 @@ def with_own_embeddings(source: Path, out: Path, *, model_path: Path, dtype: tor
         equal = equal or bool(equal_V.any())
     if not equal:
         return source
-    write_checkpoint(out, (source / "config.json").read_text(encoding="utf-8"), weights, source / "tokenizer.json")
+    write_checkpoint(out, _read_config(source), weights, source / "tokenizer.json")
     return out
 
 
 def policy_embeddings(model_path: Path) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Read the policy's embedding and output head, which are equal if tied. None stands for a missing tensor."""
-    embedding_VD = _policy_tensor(model_path, "model.embed_tokens.weight")
-    head_VD = _policy_tensor(model_path, "lm_head.weight")
-    return embedding_VD, embedding_VD if head_VD is None else head_VD
-
-
-def _policy_tensor(model_path: Path, name: str) -> torch.Tensor | None:
-    """Read one tensor of a policy's checkpoint; None if it is missing, like a tied head."""
+    found: dict[str, torch.Tensor] = {}
     for file in sorted(model_path.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118  not a dict
-                return tensors.get_tensor(name)
-    return None
+            names = {"model.embed_tokens.weight", "lm_head.weight"}.intersection(tensors.keys())
+            found |= {name: tensors.get_tensor(name) for name in names}
+    embedding_VD = found.get("model.embed_tokens.weight")
+    return embedding_VD, found.get("lm_head.weight", embedding_VD)
 
 
 def read_taps(drafter_path: Path, model_path: Path) -> tuple[int, ...]:
@@ -225,7 +202,7 @@ def read_taps(drafter_path: Path, model_path: Path) -> tuple[int, ...]:
 
 def taps_among(drafter_path: Path, num_layers: int) -> tuple[int, ...]:
     """Return `read_taps` for a policy with this many layers."""
-    config = json.loads((drafter_path / "config.json").read_text(encoding="utf-8"))
+    config = _read_config(drafter_path)
     return tuple(_taps(config.get("speculators_model_type", "eagle3"), config, num_layers))
 
 
@@ -299,15 +276,14 @@ def read_parts(path: Path, kind: str, *, who: str) -> tuple[dict[str, Any], dict
 
     Verify checksums if there are any. `who` starts every error message.
     """
-    file, weights = path / "config.json", sorted(path.glob("*.safetensors"))
-    if not file.is_file() or not weights:
+    weights = sorted(path.glob("*.safetensors"))
+    if not (path / "config.json").is_file() or not weights:
         raise ValueError(
             f"{who} has no config.json or no safetensors; must be a checkpoint directory: `paceline draft train` makes "
             "one"
         )
-    config = json.loads(file.read_text(encoding="utf-8"))
-    found = config.get("speculators_model_type", kind)
-    if found != kind:
+    config = _read_config(path)
+    if (found := config.get("speculators_model_type", kind)) != kind:
         raise ValueError(
             f"{who} is a {found!r} drafter; must be {kind!r} for drafter.kind {kind}: choose another kind or drafter"
         )
@@ -333,9 +309,8 @@ def _taps(kind: str, config: dict[str, Any], num_layers: int) -> list[int]:
     """Return taps in vLLM's numbering, from speculators' format or the original authors' formats."""
     key = _TAPS_KEYS[kind]
     if kind == "dflash":
-        return config.get(key) or [
-            layer + 1 for layer in (config.get("dflash_config") or {}).get("target_layer_ids", [])
-        ]
+        layers = (config.get("dflash_config") or {}).get("target_layer_ids", [])
+        return config.get(key) or [layer + 1 for layer in layers]
     default = [2, num_layers // 2, num_layers - 3]  # vLLM's
     return config.get(key) or (config.get("eagle_config") or {}).get(key) or default
 
@@ -347,8 +322,12 @@ def _mask_token(config: dict[str, Any]) -> int:
 
 def policy_config(path: Path) -> dict[str, Any]:
     """Return a policy's config, or its text part if it has several."""
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = _read_config(path)
     return config.get("text_config", config)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text(encoding="utf-8"))
 
 
 def _vocabulary(tokenizer: Path) -> Any:

@@ -35,9 +35,5 @@ def compare(
         load_weights(drafter, state)
         found.append(evaluate(drafter, documents, head_VD, draft_length=draft_length))
     before, after = found
-    return judge(
-        before=before.accepted_length[-1],
-        after=after.accepted_length[-1],
-        num_tokens=after.num_tokens,
-        config=config,
-    )
+    lengths = before.accepted_length[-1], after.accepted_length[-1]
+    return judge(before=lengths[0], after=lengths[1], num_tokens=after.num_tokens, config=config)

@@ -87,10 +87,7 @@ def _attend(
     num_anchors = sum(len(block.kept_A) for block in blocks)
     num_slots = query.shape[2] // num_anchors
     num_context = key.shape[2] - query.shape[2]
-    context_key_NHE, context_value_NHE = (
-        key[0, :, :num_context].transpose(0, 1),
-        value[0, :, :num_context].transpose(0, 1),
-    )
+    context_key_NHE, context_value_NHE = (x[0, :, :num_context].transpose(0, 1) for x in (key, value))
     key_AHBE, value_AHBE = (
         x[0, :, num_context:].unflatten(1, (num_anchors, num_slots)).transpose(0, 1) for x in (key, value)
     )

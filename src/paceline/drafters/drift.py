@@ -177,10 +177,7 @@ class Verdict:
 
 
 def judge(*, before: float, after: float, num_tokens: int, config: DrafterTrainingConfig) -> Verdict:
-    """Publish the candidate if it is better on the held-out documents, by more than noise unless `when` is `always`.
-
-    With too few tokens or a NaN the published drafter stays.
-    """
+    """Publish the candidate if it is better on the held-out documents, by more than noise unless `when` is `always`."""
     if num_tokens * 4 < config.heldout_tokens:
         return Verdict(publish=False, why=f"only {num_tokens} held-out tokens", before=before, after=after)
     margin = 0.0 if config.when == "always" else NOISE

@@ -29,12 +29,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
 
-from paceline.drafters.checkpoint import (
-    EAGLE3_TAPS,
-    attention_name,
-    layer_settings,
-    speculators_config,
-)
+from paceline.drafters.checkpoint import EAGLE3_TAPS, attention_name, layer_settings, speculators_config
 from paceline.drafters.loss import Guesses, score_guesses
 from paceline.drafters.packing import Block, Pack, attend_blocks
 
@@ -92,13 +87,10 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute the masked attention above, as one of transformers' attention functions."""
     del module, unused
-    query_AHE = query[0].transpose(0, 1) * scaling
-    num_heads = keys[0].shape[1]
-    query_AHGE = query_AHE.unflatten(1, (num_heads, -1))
-    chain_score_AHGJ = (
-        torch.stack([(query_AHGE * key[:, :, None]).sum(-1) for key in keys[1:]], -1) if keys[1:] else None
-    )
-    out_AHGE, share_AHGJ = attend_blocks(query_AHGE, keys[0], values[0], chain_score_AHGJ, blocks)
+    query_AHGE = (query[0].transpose(0, 1) * scaling).unflatten(1, (keys[0].shape[1], -1))
+    scores = [(query_AHGE * key[:, :, None]).sum(-1) for key in keys[1:]]
+    score_AHGJ = torch.stack(scores, -1) if scores else None
+    out_AHGE, share_AHGJ = attend_blocks(query_AHGE, keys[0], values[0], score_AHGJ, blocks)
     if share_AHGJ is not None:
         for j, value in enumerate(values[1:]):
             out_AHGE = out_AHGE + share_AHGJ[..., j, None] * value[:, :, None]

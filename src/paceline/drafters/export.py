@@ -26,10 +26,7 @@ from paceline.drafters.provenance import (
 from paceline.files import CHECKSUM_FILE, atomic_directory, copy_verified, write_checksums
 
 CARD_FILE = "README.md"
-_KINDS = {
-    "eagle3": "EAGLE-3, a pass of the drafter for each token",
-    "dflash": "DFlash, all tokens in one pass of the drafter",
-}
+_KINDS = {"eagle3": "EAGLE-3, one pass per token", "dflash": "DFlash, one pass for all tokens"}
 _UNKNOWN = "not recorded"
 
 

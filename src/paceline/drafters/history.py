@@ -1,8 +1,7 @@
 """Model-free drafter that continues sibling rollouts and earlier epochs of the same prompt.
 
-In RL the same prompt is answered many times: by the rollouts of a group, and again in every epoch. This index stores
-the responses and proposes the continuation on which they agree. A proposal is a one-hot draft that the policy accepts
-with its own probability, so the distribution is exact and a bad proposal costs only time.
+In RL the same prompt is answered many times: by the rollouts of a group, and again in every epoch. This index proposes
+the continuation on which the responses agree, a one-hot draft that the policy accepts with its own probability.
 
 **Choice of token.** The best one-hot draft is the policy's argmax, estimated from few samples at temperature 1. A
 longest-suffix match (SuffixDecoding, arXiv:2411.04975) fails on one sampled synonym: "16 gives" is unseen although

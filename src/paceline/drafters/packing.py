@@ -169,9 +169,8 @@ def attend_blocks(
     num_scores = sum(block.num_scores for block in blocks)
     run: Callable[..., Any] = _attend_block if num_scores <= _BLOCK_SCORES else _attend_block_again
     parts = [run(query_AHGE, key_NHE, value_NHE, chain_AHGJ, block) for block in blocks]
-    return torch.cat([part[0] for part in parts]), None if chain_AHGJ is None else torch.cat(
-        [part[1] for part in parts]
-    )
+    outs, shares = zip(*parts, strict=True)
+    return torch.cat(outs), None if chain_AHGJ is None else torch.cat(shares)
 
 
 def _attend_block_again(*inputs: Any) -> Any:

@@ -64,12 +64,7 @@ def write_evaluation(drafter: Path, evaluation: Evaluation) -> None:
 
 def read_evaluation(drafter: Path) -> Evaluation:
     tree = json.loads((drafter / EVALUATION_FILE).read_text(encoding="utf-8"))
-    return Evaluation(
-        overlap=tuple(tree["overlap"]),
-        divergence=tuple(tree["divergence"]),
-        accepted_length=tuple(tree["accepted_length"]),
-        num_tokens=tree["num_tokens"],
-    )
+    return Evaluation(**tree | {key: tuple(tree[key]) for key in ("overlap", "divergence", "accepted_length")})
 
 
 def write_provenance(drafter: Path, provenance: Provenance) -> None:
@@ -77,14 +72,4 @@ def write_provenance(drafter: Path, provenance: Provenance) -> None:
 
 
 def read_provenance(drafter: Path) -> Provenance:
-    tree = json.loads((drafter / PROVENANCE_FILE).read_text(encoding="utf-8"))
-    return Provenance(
-        policy=tree["policy"],
-        data=tree["data"],
-        start=tree["start"],
-        num_tokens=tree["num_tokens"],
-        seed=tree["seed"],
-        rl_steps=tree["rl_steps"],
-        versions=tree["versions"],
-        created=tree["created"],
-    )
+    return Provenance(**json.loads((drafter / PROVENANCE_FILE).read_text(encoding="utf-8")))

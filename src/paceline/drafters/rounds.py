@@ -7,9 +7,8 @@
        ▼
     verdict-(r+1) ──▶ published in the engines, or not
 
-Base 0 is the drafter's checkpoint. A worker may be stopped or killed at any instruction, so it reports through files
-that are moved into place when complete, and only unwritten work is lost. Files are private and carry a checksum.
-Damaged files count as `num_broken` and are treated as missing.
+Base 0 is the drafter's checkpoint. A worker may be stopped or killed at any instruction; only unwritten work is lost.
+Files are private and carry a checksum. Damaged files count as `num_broken` and are treated as missing.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,7 @@ class Rounds:
     """One process's access to the directory. Only one process closes rounds."""
 
     def __init__(self, directory: Path, checkpoint: Path) -> None:
-        self._directory = directory
-        self._checkpoint = checkpoint
+        self._directory, self._checkpoint = directory, checkpoint
         self._published: int | None = None
         self._progress: dict[str, Progress] = {}
         self.num_broken = 0
@@ -97,11 +96,10 @@ class Rounds:
     def state(self, number: int, worker: str) -> tuple[State, int]:
         """Return a worker's state of a base and its tokens, or the base and 0. Raise FileNotFoundError like `base`."""
         file = self._state_file(number, worker)
-        try:
-            tokens = _fresh_tokens(file) if self._is_whole(file) else None
-            return (load_file(file), tokens) if tokens else (self.base(number), 0)
-        except FileNotFoundError:
-            return self.base(number), 0
+        with suppress(FileNotFoundError):
+            if self._is_whole(file) and (tokens := _fresh_tokens(file)):
+                return load_file(file), tokens
+        return self.base(number), 0
 
     def fresh_tokens(self) -> int:
         """Return the tokens of all workers in the current round."""
@@ -214,11 +212,11 @@ class Rounds:
 
     def _read_json(self, file: Path) -> dict[str, Any] | None:
         """Read a file, or return None if it is missing or damaged."""
-        try:
-            tree = json.loads(file.read_text(encoding="utf-8")) if self._is_whole(file) else None
-        except FileNotFoundError:
-            return None
-        return None if tree is None else {key: value for key, value in tree.items() if key != "seal"}
+        with suppress(FileNotFoundError):
+            if self._is_whole(file):
+                tree = json.loads(file.read_text(encoding="utf-8"))
+                return {key: value for key, value in tree.items() if key != "seal"}
+        return None
 
 
 def drafter_weights(file: Path) -> dict[str, torch.Tensor]:

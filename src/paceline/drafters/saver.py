@@ -4,8 +4,8 @@
              │          └── a newer one replaces one that is not yet begun
              └── all that training waits for
 
-Files appear atomically and carry a checksum, which safetensors lacks. They hold trained tensors only; the drafter's
-original directory has the others. Failed writes, such as on a full disk, are counted, and training continues.
+Files hold trained tensors only; the drafter's original directory has the others. Failed writes, such as on a full
+disk, are counted, and training continues.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from paceline.drafters.trainer import trained
+from paceline.drafters.trainer import load_weights, trained
 from paceline.files import SEAL, ChecksumError, atomic_file, remove_partials, seal, verify_seal
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Weights = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SaverCounts:
     """Outcomes of all saves. With nothing pending, `num_saved` is the sum of the other counts."""
 
@@ -58,8 +58,7 @@ class Saver:
         self.file = file
         self.last_error: str | None = None
         """Message of the last failed write."""
-        self._num_saved = self._num_written = self._num_replaced = self._num_failed = 0
-        self._stall_s = 0.0
+        self._counts = SaverCounts()
         self._changed = threading.Condition()
         self._pending: tuple[Weights, int] | None = None
         self._writing = False
@@ -77,11 +76,11 @@ class Saver:
         }
         with self._changed:
             assert not self._closed, "closed"
-            self._num_replaced += self._pending is not None
+            self._counts.num_replaced += self._pending is not None
             self._pending = copy, step
-            self._num_saved += 1
+            self._counts.num_saved += 1
+            self._counts.stall_s += time.perf_counter() - began_s
             self._changed.notify_all()
-        self._stall_s += time.perf_counter() - began_s
 
     def flush(self) -> None:
         """Wait until every save was written, replaced or has failed."""
@@ -97,13 +96,7 @@ class Saver:
 
     def counts(self) -> SaverCounts:
         with self._changed:
-            return SaverCounts(
-                num_saved=self._num_saved,
-                num_written=self._num_written,
-                num_replaced=self._num_replaced,
-                num_failed=self._num_failed,
-                stall_s=self._stall_s,
-            )
+            return replace(self._counts)
 
     def _work(self) -> None:
         while True:
@@ -120,9 +113,9 @@ class Saver:
                 error = caught
             with self._changed:
                 self._writing = False
-                self._num_written += error is None
-                self._num_failed += error is not None
+                self._counts.num_written += error is None
                 if error is not None:
+                    self._counts.num_failed += 1
                     self.last_error = f"{self.file}: {error!r}"
                 self._changed.notify_all()
 
@@ -147,8 +140,7 @@ def restore(drafter: Drafter, file: Path) -> int:
         raise ValueError(f"checkpoint: {file} cannot be read ({error}); must be a file written by `Saver`") from None
     except ChecksumError as error:
         raise ValueError(f"checkpoint: {error}; copy it again") from None
-    own = trained(drafter)
-    shapes = {name: weight.shape for name, weight in own.items()}
+    shapes = {name: weight.shape for name, weight in trained(drafter).items()}
     found = {name: weight.shape for name, weight in weights.items()}
     if shapes != found:
         differing = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
@@ -156,7 +148,5 @@ def restore(drafter: Drafter, file: Path) -> int:
             f"checkpoint: {file} differs from the drafter in {', '.join(differing)}; must be of the trained drafter: "
             "load the directory with which training started"
         )
-    with torch.no_grad():
-        for name, weight in own.items():
-            weight.copy_(weights[name])
+    load_weights(drafter, weights, prefix="")
     return int(facts["step"])

@@ -25,10 +25,8 @@ class FileStore:
     def __init__(self, directory: Path, checkpoint: Path, workers: Sequence[str], config: SpeculationConfig) -> None:
         """`checkpoint` is the initial drafter; `workers` are the names of the trainers."""
         self.rounds = Rounds(rounds_in(directory), checkpoint)
-        self._documents = documents_in(directory)
-        self._checkpoint = checkpoint
-        self._workers = workers
-        self._config = config
+        self._documents, self._checkpoint = documents_in(directory), checkpoint
+        self._workers, self._config = workers, config
         self._saver: Saver | None = None
 
     def has_documents(self) -> bool:
@@ -105,8 +103,7 @@ class FileStore:
             self._saver.close()
 
     def save(self, directory: Path, provenance: Provenance | None) -> None:
-        """Write the published drafter as a checkpoint, with its evaluation on held-out documents and `provenance`, to
-        which the tokens of this run are added."""
+        """Write the published drafter with its evaluation and `provenance`, to which the run's tokens are added."""
         import torch
 
         from paceline.drafters.buffer import Buffer
@@ -125,7 +122,7 @@ class FileStore:
                 write_provenance(partial, replace(provenance, num_tokens=num_tokens))
             if documents and head is not None:
                 head_VD = torch.from_numpy(head[1].copy())
-                length = self._config.max_draft_length
-                write_evaluation(partial, evaluate(drafter, documents, head_VD, draft_length=length))
+                draft_length = self._config.max_draft_length
+                write_evaluation(partial, evaluate(drafter, documents, head_VD, draft_length=draft_length))
 
         save(drafter, directory, tokenizer=self._checkpoint / "tokenizer.json", notes=notes)

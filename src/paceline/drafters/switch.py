@@ -1,13 +1,11 @@
 """Decide when to restart engines that draft from history with the drafter that the run trains.
 
-A run without a learned drafter drafts from history while it trains one. Both are compared by tokens per time of one
-forward pass of the policy:
+Both are compared by tokens per time of one forward pass of the policy:
 
     history   tokens / passes in the rollouts of the last steps; a lookup costs next to nothing
     learned   the best of all draft lengths k: (1 + a + ... + a^k) / (1 + cost of k drafts)
 
-where `a` follows from the drafter's accepted length on the held-out slice. The cost of a pass is proportional to the
-weights that it reads; it is not measured. Over the remaining steps a switch saves
+where `a` follows from the drafter's accepted length on the held-out slice. Over the remaining steps a switch saves
 
     gain_s = generation_s x (1 - history / learned) x steps_left
 
@@ -18,7 +16,7 @@ start takes another.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.drafters.drift import RECENT
@@ -72,54 +70,42 @@ def _tokens(acceptance: float, k: int) -> float:
     return sum(acceptance**j for j in range(k + 1))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchState:
-    """State of a SwitchMonitor in checkpoints."""
-
-    history: float | None = None
-    """Smoothed tokens per pass of drafting from history."""
-    generation_s: float = 0.0
-    promised: float | None = None
-    """Accepted length of the published drafter on the held-out slice."""
-
-
 class SwitchMonitor:
     """Drafting from history and from the trained drafter in one run."""
 
     def __init__(self, costs_K: Sequence[float]) -> None:
         self._costs_K = costs_K
-        self._state = SwitchState()
-
-    @property
-    def promised(self) -> float | None:
-        return self._state.promised
+        self._history: float | None = None
+        """Smoothed tokens per pass of drafting from history."""
+        self._generation_s = 0.0
+        self.promised: float | None = None
+        """Accepted length of the published drafter on the held-out slice."""
 
     def state(self) -> dict[str, Any]:
-        return asdict(self._state)
+        return {"history": self._history, "generation_s": self._generation_s, "promised": self.promised}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._state = SwitchState(**state)
+        self._history, self._generation_s = state["history"], state["generation_s"]
+        self.promised = state["promised"]
 
     def observe(self, *, num_tokens: int, num_accepted: int, generation_s: float) -> None:
         """Add the rollouts of one step that were drafted from history, and the time of their phase."""
         if num_tokens <= num_accepted:
             return
-        rate, state = num_tokens / (num_tokens - num_accepted), self._state
-        if state.history is not None:
-            rate = state.history + RECENT * (rate - state.history)
-            generation_s = state.generation_s + RECENT * (generation_s - state.generation_s)
-        self._state = replace(state, history=rate, generation_s=generation_s)
+        rate = num_tokens / (num_tokens - num_accepted)
+        if self._history is not None:
+            rate = self._history + RECENT * (rate - self._history)
+            generation_s = self._generation_s + RECENT * (generation_s - self._generation_s)
+        self._history, self._generation_s = rate, generation_s
 
     def promise(self, accepted_length: float) -> None:
-        """Note the published drafter's accepted length on the held-out slice."""
-        self._state = replace(self._state, promised=accepted_length)
+        self.promised = accepted_length
 
     def decide(self, *, steps_left: int, start_s: float) -> SwitchDecision:
-        promised = self._state.promised
         return decide_switch(
-            history=self._state.history,
-            learned=None if promised is None else best_rate(promised, self._costs_K),
-            generation_s=self._state.generation_s,
+            history=self._history,
+            learned=None if self.promised is None else best_rate(self.promised, self._costs_K),
+            generation_s=self._generation_s,
             steps_left=steps_left,
             start_s=start_s,
         )

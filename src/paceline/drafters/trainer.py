@@ -2,9 +2,8 @@
 
     documents ──submit──▶ optimizer steps ──▶ micro-batches ──run──▶ gradients ··· clip, Muon + AdamW, schedule
 
-A worker on an idle engine must stop as soon as the engine is needed, without losing work: `run` checks for a stop
-before every micro-batch and keeps accumulated gradients, so interrupted and uninterrupted training end with the same
-parameters.
+`run` can stop before every micro-batch and keeps accumulated gradients, so interrupted and uninterrupted training end
+with the same parameters.
 
 Muon trains the matrices inside layers and AdamW all other tensors. The loss of a step is the mean over its guesses,
 independent of micro-batches. In offline training the learning rate falls to zero, and the number of unrolled steps
@@ -46,6 +45,7 @@ WEIGHTS = "drafter/"
 _MOVED = "moved/"
 """Prefix of the weights after the last optimizer step, if WEIGHTS holds their mean."""
 _MEAN_STEPS = 16
+_EVALUATION_PASS_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +130,8 @@ class DrafterTrainer:
         self._pending_tokens = 0
         self.fresh_tokens = 0
         """Tokens since the state was loaded: the weight of this worker in an average."""
-        self._mean: State | None = None
+        self._mean = _copies(trained(drafter)) if schedule.num_steps is None else None
         """Mean of the weights over the last steps, in online training."""
-        if schedule.num_steps is None:
-            self._mean = _copies(trained(drafter))
 
     def set_head(self, head_VD: torch.Tensor) -> None:
         """Continue with the output head of a newer policy."""
@@ -145,7 +143,7 @@ class DrafterTrainer:
         for step in plan_steps(useful, self.schedule.tokens_per_step):
             unrolled = self.schedule.unrolled(self._planned_steps)
             overlap_share = self.schedule.overlap_share(self._planned_steps)
-            num_guesses = sum(_num_guesses(document, unrolled) for document in step)
+            num_guesses = sum(max(0, document.num_anchors - j) for document in step for j in range(unrolled))
             passes = list(plan_passes(step, self.schedule.pass_tokens))
             self._queue += [
                 _MicroBatch(
@@ -195,7 +193,7 @@ class DrafterTrainer:
             for index, values in optimizer.state_dict()["state"].items():
                 state |= {f"optimizer/{number}/{index}/{key}": value for key, value in values.items()}
         state |= {name: torch.tensor(count, dtype=torch.float64) for name, count in self._counts().items()}
-        return {name: tensor.detach().clone() for name, tensor in state.items()}
+        return _copies(state)
 
     def load_state_dict(self, state: State) -> None:
         """Continue from a state. If it holds only weights, reset the optimizers."""
@@ -225,12 +223,9 @@ class DrafterTrainer:
         num_tokens = sum(len(document.token_ids) for document in batch.documents)
         self.num_tokens += num_tokens
         self._pending_tokens += num_tokens
-        for key, value in (
-            ("guesses", guesses.count_J.sum()),
-            ("divergence", guesses.divergence_J.sum()),
-            ("overlap", guesses.overlap_J.sum()),
-        ):
-            self._sums[key] = self._sums.get(key, 0.0) + float(value)
+        counted = {"guesses": guesses.count_J, "divergence": guesses.divergence_J, "overlap": guesses.overlap_J}
+        for key, value_J in counted.items():
+            self._sums[key] = self._sums.get(key, 0.0) + float(value_J.sum())
 
     def _step(self) -> None:
         factor = self.schedule.lr_factor(self.num_steps)
@@ -279,9 +274,8 @@ def average(states: Sequence[State], num_tokens: Sequence[int]) -> State:
     for name in dict.fromkeys(name for state, _ in seen for name in state):
         parts = [(state[name], count) for state, count in seen if name in state]
         total = sum(count for _, count in parts)
-        mean[name] = (
-            torch.stack([tensor.double() * (count / total) for tensor, count in parts]).sum(0).to(parts[0][0].dtype)
-        )
+        weighed = torch.stack([tensor.double() * (count / total) for tensor, count in parts])
+        mean[name] = weighed.sum(0).to(parts[0][0].dtype)
     return mean
 
 
@@ -310,20 +304,13 @@ def plan_passes(documents: Sequence[Document], pass_tokens: int) -> Iterator[lis
 
 @torch.no_grad()
 def evaluate(
-    drafter: Drafter,
-    documents: Sequence[Document],
-    head_VD: torch.Tensor,
-    *,
-    draft_length: int,
-    pass_tokens: int = 4096,
+    drafter: Drafter, documents: Sequence[Document], head_VD: torch.Tensor, *, draft_length: int
 ) -> Evaluation:
     """Evaluate the drafter on every token of the documents, in float32."""
-    overlap_J = torch.zeros(draft_length)
-    divergence_J = torch.zeros(draft_length)
-    count_J = torch.zeros(draft_length)
+    overlap_J, divergence_J, count_J = torch.zeros(3, draft_length)
     num_verifications = np.zeros(draft_length)
     useful = [document for document in documents if document.num_anchors]
-    for part in plan_passes(useful, pass_tokens):
+    for part in plan_passes(useful, _EVALUATION_PASS_TOKENS):
         guesses = guess(drafter, make_pack(part, head_VD.device), head_VD.float(), draft_length)
         overlap_J += guesses.overlap_J.cpu()
         divergence_J += guesses.divergence_J.cpu()
@@ -356,10 +343,6 @@ def expected_verifications(accept_AJ: Floats) -> float:
     return float(visits_A[:num_anchors].sum())
 
 
-def _num_guesses(document: Document, unrolled: int) -> int:
-    return sum(max(0, document.num_anchors - step) for step in range(unrolled))
-
-
 def plan_steps(documents: Sequence[Document], tokens_per_step: int) -> Iterator[list[Document]]:
     """Divide documents into consecutive steps of about equal size."""
     if not documents:
@@ -368,19 +351,17 @@ def plan_steps(documents: Sequence[Document], tokens_per_step: int) -> Iterator[
     num_steps = max(1, round(int(ends[-1]) / tokens_per_step))
     step_of = np.minimum((ends - 1) * num_steps // ends[-1], num_steps - 1)
     for step in range(num_steps):
-        taken = [document for document, its_step in zip(documents, step_of, strict=True) if its_step == step]
-        if taken:
+        if taken := [document for document, its_step in zip(documents, step_of, strict=True) if its_step == step]:
             yield taken
 
 
 def _make_optimizers(drafter: Drafter, schedule: Schedule) -> list[tuple[torch.optim.Optimizer, float]]:
     """Return the optimizers with their peak learning rates."""
-    trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
-    matrices = {
-        name: weight for name, weight in trained.items() if weight.ndim == 2 and name.startswith(("layers.", "fc."))
-    }
-    others = [weight for name, weight in trained.items() if name not in matrices]
+    matrices: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    for name, weight in trained(drafter).items():
+        (matrices if weight.ndim == 2 and name.startswith(("layers.", "fc.")) else others).append(weight)
     return [
-        (torch.optim.Muon(matrices.values(), lr=schedule.matrix_lr, weight_decay=0.0), schedule.matrix_lr),
+        (torch.optim.Muon(matrices, lr=schedule.matrix_lr, weight_decay=0.0), schedule.matrix_lr),
         (torch.optim.AdamW(others, lr=schedule.other_lr, betas=(0.9, 0.95), weight_decay=0.0), schedule.other_lr),
     ]

@@ -5,11 +5,8 @@
                                                                                     buffer.py
 
 A recall must take effect before a micro-batch ends, so SIGSTOP stops the process anywhere and its next lease continues
-there. A stopped process uses no CPU, and the owner does not wait for an answer. The process holds no shared locks and
-reports only through files that are moved into place, so a stop or kill at any instruction is safe. It dies with its
-owner.
-
-    python -m paceline.drafters.worker SETTINGS
+there. The process holds no shared locks and reports only through files that are moved into place, so a stop or kill at
+any instruction is safe. It dies with its owner.
 
 A process started with the run writes "ready" after initialization and stops itself. A replacement is stopped by its
 owner immediately and initializes in its leases.
@@ -23,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,13 +123,11 @@ class TrainerProcess:
 
     def _wait_stopped(self) -> bool:
         """Wait until the process has stopped itself; return False if it ended before."""
-        while self.ended() is None:
-            try:
+        with suppress(psutil.NoSuchProcess):
+            while self.ended() is None:
                 if self._handle.status() == psutil.STATUS_STOPPED:
                     return True
-            except psutil.NoSuchProcess:
-                return False
-            time.sleep(0.0005)
+                time.sleep(0.0005)
         return False
 
 
