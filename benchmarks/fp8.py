@@ -181,7 +181,7 @@ class _Trainer:
         staged = self.sender.stage(
             version,
             self.learner.weights(torch.bfloat16),
-            quantised=engine.config.weights == "fp8",
+            quantized=engine.config.weights == "fp8",
             kv_scales=(scales or self.learner.kv_scales) if engine.config.kv_cache == "fp8" else None,
         )
         receipt = await engine.receive(staged)

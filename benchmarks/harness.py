@@ -59,19 +59,19 @@ class Record:
         )
 
 
-def train(settings: Sequence[str], context: Context, summarise: Callable[[RecordedRun, Path], T]) -> T:
-    """Train the arena's config with these settings in a temporary directory, and summarise the run."""
+def train(settings: Sequence[str], context: Context, summarize: Callable[[RecordedRun, Path], T]) -> T:
+    """Train the arena's config with these settings in a temporary directory, and summarize the run."""
     with TemporaryDirectory() as scratch:
         own = [f'run.directory="{scratch}"', "run.name=run"]
         directory = run_session(load_config(ARENA, [*settings, *own]), context)
-        return summarise(read_run(directory), directory)
+        return summarize(read_run(directory), directory)
 
 
 def train_by_turns(
     arms: Mapping[str, Sequence[str]],
     seeds: Sequence[int],
     context: Context,
-    summarise: Callable[[RecordedRun, Path], T],
+    summarize: Callable[[RecordedRun, Path], T],
 ) -> dict[str, list[T]]:
     """Train every arm once per seed, in another order for each seed."""
     for settings in arms.values():  # a wrong key must not show in the second hour
@@ -81,7 +81,7 @@ def train_by_turns(
     for turn, seed in enumerate(seeds):
         first = turn % len(names)
         for arm in names[first:] + names[:first]:
-            found[arm].append(train([*arms[arm], f"run.seed={seed}"], context, summarise))
+            found[arm].append(train([*arms[arm], f"run.seed={seed}"], context, summarize))
             context.progress(f"seed {seed}, {arm}: {found[arm][-1]}")
     return found
 

@@ -111,7 +111,7 @@ def stream(overrides: Sequence[str], context: Context) -> Record:
 
 def _train(arms: Mapping[str, Sequence[str]], context: Context) -> tuple[Record, dict[str, list[Training]]]:
     """Train the arms; the record has the first one's config."""
-    found = train_by_turns(arms, SEEDS, context, summarise)
+    found = train_by_turns(arms, SEEDS, context, summarize)
     details = {"arms": dict(arms), "runs": by_seed(found, SEEDS)}
     return Record(seeds=SEEDS, config=resolved(ARENA, next(iter(arms.values()))), details=details), found
 
@@ -143,7 +143,7 @@ def compare_streams(record: Record, found: Mapping[str, Sequence[Training]]) -> 
     record.add("max_age_exceeded", sum(training.num_too_old for runs in found.values() for training in runs))
 
 
-def summarise(found: RecordedRun, directory: Path) -> Training:
+def summarize(found: RecordedRun, directory: Path) -> Training:
     tokens = found.series("rollout/num_tokens")
     idle_s, engine_s = idle_time(found, sync_intervals(read_metrics(directory / "metrics.jsonl")["stage"]))
     return Training(

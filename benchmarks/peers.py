@@ -97,7 +97,7 @@ def run(overrides: Sequence[str], context: Context) -> Record:
 
 
 def _ours(recorded: RecordedRun, directory: Path) -> PeerRun:
-    found = step.summarise(recorded, directory)
+    found = step.summarize(recorded, directory)
     lengths = [recorded.series(key) for key in recorded.metrics if key.startswith("selector/steps_at_k")]
     return PeerRun(
         step_s=found.step_s,

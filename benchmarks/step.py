@@ -68,7 +68,7 @@ class SteppedRun:
 
 def run(overrides: Sequence[str], context: Context) -> Record:
     arms = {arm: settings_of(arm, overrides) for arm in ARMS}
-    runs = train_by_turns(arms, SEEDS, context, summarise)
+    runs = train_by_turns(arms, SEEDS, context, summarize)
     record = Record(
         goals={"step_speedup": (">=", 1.9), "generation_share": (">=", 0.75), "of_amdahl": (">=", 0.95)},
         seeds=SEEDS,
@@ -87,7 +87,7 @@ def settings_of(arm: str, overrides: Sequence[str]) -> list[str]:
     return [dtype, *_SETTINGS, *(_DRAFTER if drafts else ()), *asked, f"run.max_age={ARMS[arm]}"]
 
 
-def summarise(found: RecordedRun, directory: Path) -> SteppedRun:
+def summarize(found: RecordedRun, directory: Path) -> SteppedRun:
     """Return means over the counted steps. Raise PacelineError if an update is missing, which would save time."""
     del directory
 

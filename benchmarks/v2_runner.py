@@ -207,7 +207,7 @@ def v2_runner(environ: MutableMapping[str, str], *, async_scheduling: bool) -> I
     """Run engines that are started inside on V2, with `async_scheduling` as on a GPU.
 
     `environ` is `os.environ`, which vLLM's processes inherit; it is restored at the end. The stand-ins stay in this
-    process, which cannot start V1 engines afterwards."""
+    process, which cannot start V1 engines afterward."""
     package_root = Path(__file__).parents[1]
     with TemporaryDirectory(prefix="paceline-v2-") as folder:
         (Path(folder) / "sitecustomize.py").write_text(

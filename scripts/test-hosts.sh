@@ -27,7 +27,7 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind V
 unset PACELINE PYTHONDONTWRITEBYTECODE
 "$python" -c 'import trl, vllm; print(f"TRL {trl.__version__}, vLLM {vllm.__version__}")' 2>/dev/null | tail -1
 
-# A drafter that has learnt nothing, and the files that PACELINE names.
+# A drafter that has learned nothing, and the files that PACELINE names.
 if [ ! -d "$out/untrained" ]; then
   "$python" - "$out/untrained" <<'PY'
 import sys

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from paceline.fp8 import KvScales
-from paceline.rollout.internals.fp8_layers import held_codes, held_scale, quantised_layers
+from paceline.rollout.internals.fp8_layers import held_codes, held_scale, quantized_layers
 from paceline.rollout.internals.kv_scales import scaled_attention, set_kv_scales
 from paceline.rollout.proposer import HistoryProposer
 from paceline.rollout.scheduler import AdaptiveScheduler
@@ -60,7 +60,7 @@ class FaultyWorkerExtension(WorkerExtension):
         (`kv_scales`)."""
         model = cast("Worker", self).get_model()
         if kind in ("weight", "scale"):
-            _, layer = next(quantised_layers(model))
+            _, layer = next(quantized_layers(model))
             if kind == "weight":
                 held_codes(layer).view(torch.uint8)[0, 0] ^= 1
             else:

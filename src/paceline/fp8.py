@@ -1,11 +1,11 @@
 """Reference implementation of vLLM's FP8 weights and KV scales.
 
-Weights. vLLM's `fp8_per_block` quantises while it loads. For each block of 128 x 128 weights w, in float32,
+Weights. vLLM's `fp8_per_block` quantizes while it loads. For each block of 128 x 128 weights w, in float32,
 
     scale = max(largest |w|, 1e-4) / 448          code = E4M3(w * (1 / scale))
 
 where E4M3 rounds to the nearest of 256 codes (4 bits of exponent, 3 of mantissa, largest value 448), ties to even. The
-product with a reciprocal matters: a division would round some weights to the neighbouring code. `quantise_blocks`
+product with a reciprocal matters: a division would round some weights to the neighboring code. `quantize_blocks`
 returns the same bits, so fingerprints of both can be compared. The layout is the worker's: engines stack projections
 with the same input, so a block may span two of them; tensor-parallel workers split a layer first, and blocks start at
 the beginning of each part (`Sharding`). Embeddings, norms, biases, the output head and routers keep their precision.
@@ -48,7 +48,7 @@ ROUTERS = ("gate", "shared_expert_gate", "router")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Quantised:
+class Quantized:
     """One matrix in FP8."""
 
     codes_NK: torch.Tensor
@@ -56,8 +56,8 @@ class Quantised:
     """float32, one per block."""
 
 
-def quantise_blocks(weight_NK: torch.Tensor) -> Quantised:
-    """Quantise a matrix to the bits of `fp8_per_block`, one row of blocks at a time to stay in the core's cache."""
+def quantize_blocks(weight_NK: torch.Tensor) -> Quantized:
+    """Quantize a matrix to the bits of `fp8_per_block`, one row of blocks at a time to stay in the core's cache."""
     num_rows, num_columns = weight_NK.shape
     padded = pad(weight_NK, (0, -num_columns % BLOCK, 0, -num_rows % BLOCK))
     tiles = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [rows of blocks, 128, columns of blocks, 128]
@@ -67,21 +67,21 @@ def quantise_blocks(weight_NK: torch.Tensor) -> Quantised:
         amax = tile.abs().amax(dim=(0, 2)).float().clamp(_SMALLEST_AMAX)
         scale[row] = amax / E4M3_MAX
         codes[row] = (tile * (1.0 / scale[row])[:, None]).to(torch.float8_e4m3fn)
-    return Quantised(codes.view(padded.shape)[:num_rows, :num_columns].contiguous(), scale)
+    return Quantized(codes.view(padded.shape)[:num_rows, :num_columns].contiguous(), scale)
 
 
-def dequantise_blocks(quantised: Quantised) -> torch.Tensor:
+def dequantize_blocks(quantized: Quantized) -> torch.Tensor:
     """Return the values that the engine computes with, in float32."""
-    num_rows, num_columns = quantised.codes_NK.shape
-    scale_NK = quantised.scale.repeat_interleave(BLOCK, 0)[:num_rows].repeat_interleave(BLOCK, 1)[:, :num_columns]
-    return quantised.codes_NK.float() * scale_NK
+    num_rows, num_columns = quantized.codes_NK.shape
+    scale_NK = quantized.scale.repeat_interleave(BLOCK, 0)[:num_rows].repeat_interleave(BLOCK, 1)[:, :num_columns]
+    return quantized.codes_NK.float() * scale_NK
 
 
-def quantise_activations(x_TK: torch.Tensor) -> Quantised:
-    """Quantise groups of 1 x 128, as kernels do that multiply FP8 by FP8. vLLM's CPU kernel keeps activations."""
+def quantize_activations(x_TK: torch.Tensor) -> Quantized:
+    """Quantize groups of 1 x 128, as kernels do that multiply FP8 by FP8. vLLM's CPU kernel keeps activations."""
     groups_TGK = x_TK.float().unflatten(1, (-1, BLOCK))
     scale_TG = groups_TGK.abs().amax(-1).clamp(1e-10) / E4M3_MAX
-    return Quantised(_to_e4m3(groups_TGK / scale_TG[..., None]).flatten(1), scale_TG)
+    return Quantized(_to_e4m3(groups_TGK / scale_TG[..., None]).flatten(1), scale_TG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ WHOLE = Sharding()
 
 
 class LayerStacker:
-    """Collect a checkpoint's tensors into the matrices that each worker of an engine quantises."""
+    """Collect a checkpoint's tensors into the matrices that each worker of an engine quantizes."""
 
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding

@@ -160,7 +160,7 @@ def make_model(path: Path) -> Path:
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
 def test_two_ranks_do_what_one_does(tmp_path: Path, loss: str) -> None:
-    """Guards against gradients halved by FSDP2's averaging, normalisers counted per rank, samples scored twice or not
+    """Guards against gradients halved by FSDP2's averaging, normalizers counted per rank, samples scored twice or not
     at all, KV scales of one rank's tokens only, and ranks that drift apart."""
     model = make_model(tmp_path / "model")
     (one,) = run_group(model, tmp_path / "one", 1, loss)

@@ -80,7 +80,7 @@ def test_bundles_land_where_they_were_planned(nodes: dict[str, str]) -> None:
 
 def test_run_waits_for_gpus_that_another_job_is_about_to_free(nodes: dict[str, str]) -> None:
     """What the last run held is free a moment after it has ended; planned at once, the next one would be refused. When
-    only slices are left, they are recognised and used."""
+    only slices are left, they are recognized and used."""
 
     async def both() -> ClusterLayout:
         first = await decide(config(2, 4, 2))

@@ -82,7 +82,7 @@ def end_twice(run: Path, log: Path) -> None:
 
 
 def test_a_run_ended_twice_ends_with_the_weights_of_one_that_was_not(tmp_path):
-    """Guards against seeds that depend on what happened before, rollouts that are sampled or learnt from twice,
+    """Guards against seeds that depend on what happened before, rollouts that are sampled or learned from twice,
     optimizer state and counters that start anew, and prompts that are skipped."""
     whole, run = tmp_path / "whole", tmp_path / "run"
     reference_log = tmp_path / "reference.log"
@@ -100,7 +100,7 @@ def test_a_run_ended_twice_ends_with_the_weights_of_one_that_was_not(tmp_path):
     records = {directory: read_metrics(directory / "metrics.jsonl") for directory in (whole, run)}
     for found in records.values():
         assert [record["step"] for record in found["step"]] == [1, 2, 3, 4]
-        assert found["step"][-1]["metrics"]["sync/version"] >= 3, "too little was learnt for equal weights to say much"
+        assert found["step"][-1]["metrics"]["sync/version"] >= 3, "too little was learned for equal weights to say much"
     for key in ("length", "reward"):
         columns = [[record[key] for record in found["rollouts"]] for found in records.values()]
         assert columns[0] == columns[1]

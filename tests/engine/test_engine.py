@@ -326,7 +326,7 @@ def test_no_process_outlives_its_owner(tmp_path: Path, two_cpus: list[int]) -> N
     """vLLM's processes do not notice that their owner was killed; orphans would hold memory and cores for ever.
 
     The owner first closes an engine cleanly. Its policy is narrow, in bfloat16, and its first prompt is short: without
-    AMX initialised in vLLM's processes, that engine dies of an illegal instruction. Nor does its end look like a crash.
+    AMX initialized in vLLM's processes, that engine dies of an illegal instruction. Nor does its end look like a crash.
     """
     policy = make_policy(tmp_path / "narrow", hidden_size=256)
     script = Path(__file__).with_name("owner.py")

@@ -64,7 +64,7 @@ def test_the_server_drafts_and_the_reader_is_told_how_well(server: str, python: 
 def test_chat_prompts_of_gsm8k_are_those_that_the_server_makes_and_answers_earn_rewards(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A template applied otherwise in training than in serving would be a policy that is asked what it never learnt."""
+    """A chat template that differs between training and serving asks the policy what it never learned."""
     pytest.importorskip("math_verify", reason="the reward needs math-verify")
     monkeypatch.chdir(EXAMPLES.parent)
     data = JsonlData(path=Path("examples/gsm8k/train.jsonl"), reward="examples/gsm8k/reward.py:reward")

@@ -26,7 +26,7 @@ from planted import allow_faults
 from random_policy import make_policy
 
 LAYERS = 2
-QUANTISED = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
+QUANTIZED = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
 
 
 def scales(version: int, factor: float = 0.01) -> KvScales:
@@ -45,7 +45,7 @@ class Wire:
         }
 
     def stage(self, version: int, seed: int, factor: float = 0.01) -> Push:
-        return self.sender.stage(version, self.weights(seed).items(), quantised=True, kv_scales=scales(version, factor))
+        return self.sender.stage(version, self.weights(seed).items(), quantized=True, kv_scales=scales(version, factor))
 
     def deliver(self, push: Push) -> Receipt:
         return self.run(self.engine.receive(push))
@@ -90,13 +90,13 @@ def wire(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> It
         runner.run(engine.close())
 
 
-def test_quantised_tensors_are_the_reference_bit_for_bit_after_every_push(wire: Wire) -> None:
+def test_quantized_tensors_are_the_reference_bit_for_bit_after_every_push(wire: Wire) -> None:
     """A stale scale, a layer that was left in BF16 or a packed copy of the old weights would differ."""
     for version in (1, 2, 3):
         push = wire.stage(version, seed=version)
-        (quantised,) = push.quantised
-        assert {name.split(".", 3)[3] for name in quantised} == {
-            f"{layer}.weight.{part}" for layer in QUANTISED for part in ("fp8", "scale")
+        (quantized,) = push.quantized
+        assert {name.split(".", 3)[3] for name in quantized} == {
+            f"{layer}.weight.{part}" for layer in QUANTIZED for part in ("fp8", "scale")
         }
         receipt = wire.deliver(push)
         assert receipt.ok, receipt.error
@@ -105,7 +105,7 @@ def test_quantised_tensors_are_the_reference_bit_for_bit_after_every_push(wire: 
 
 def test_other_weights_have_other_fingerprints_in_every_tensor(wire: Wire) -> None:
     """Otherwise equality would say nothing."""
-    (first,), (second,) = wire.stage(1, seed=1).quantised, wire.stage(1, seed=2).quantised
+    (first,), (second,) = wire.stage(1, seed=1).quantized, wire.stage(1, seed=2).quantized
     assert mismatched(first, second) == tuple(sorted(first))
 
 
@@ -113,9 +113,9 @@ def test_other_weights_have_other_fingerprints_in_every_tensor(wire: Wire) -> No
 def test_one_tensor_that_is_not_the_reference_is_in_the_receipt(wire: Wire, part: str) -> None:
     """As after a sync that left one tensor stale: what the engine holds is not what the sender's reference made."""
     name = f"model.layers.1.mlp.down_proj.weight.{part}"
-    (stale,) = wire.stage(5, seed=6).quantised
+    (stale,) = wire.stage(5, seed=6).quantized
     push = wire.stage(5, seed=5)
-    push = replace(push, quantised=(dict(push.quantised[0]) | {name: stale[name]},))
+    push = replace(push, quantized=(dict(push.quantized[0]) | {name: stale[name]},))
     receipt = wire.deliver(push)
     assert (receipt.mismatched, receipt.ok, receipt.lost) == ((name,), False, True)
     wire.run(wire.engine.resume())
@@ -158,10 +158,10 @@ def test_stale_and_missing_scales_are_refused_and_leave_no_trace(wire: Wire) -> 
     weights = wire.weights(12)
     for bad, why in (
         (
-            wire.sender.stage(12, weights.items(), quantised=True, kv_scales=scales(11)),
+            wire.sender.stage(12, weights.items(), quantized=True, kv_scales=scales(11)),
             "kv_scales: calibrated for version 11",
         ),
-        (wire.sender.stage(12, weights.items(), quantised=True), "kv_scales: got 0; must be 2"),
+        (wire.sender.stage(12, weights.items(), quantized=True), "kv_scales: got 0; must be 2"),
         (
             wire.sender.stage(12, weights.items(), kv_scales=scales(12)),
             "weights: staged for an engine in full precision",
@@ -185,15 +185,15 @@ def test_every_worker_of_a_tensor_parallel_engine_holds_the_reference_of_its_sha
             push = wire.sender.stage(
                 version,
                 wire.weights(version).items(),
-                quantised=True,
+                quantized=True,
                 sharding=Sharding(num_workers=2, num_kv_heads=2),
                 kv_scales=scales(version),
             )
-            assert mismatched(*push.quantised), "two equal shards would show nothing"
+            assert mismatched(*push.quantized), "two equal shards would show nothing"
             receipt = runner.run(engine.receive(push))
             assert receipt.ok, receipt.error
             held = runner.run(engine.rpc("held_fp8"))
             for rank, worker in enumerate(held):
-                assert push.fingerprints_of(rank).items() >= worker.items() >= push.quantised[rank].items()
+                assert push.fingerprints_of(rank).items() >= worker.items() >= push.quantized[rank].items()
     finally:
         runner.run(engine.close())

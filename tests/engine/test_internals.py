@@ -190,7 +190,7 @@ def test_engine_arguments_can_be_filled_in_before_their_config_is_made(
     read |= {"distributed_executor_backend", "cudagraph_capture_sizes", "scheduler_cls", "additional_config"}
     assert read | {"speculative_config", *hosts._RANKS} <= names(EngineArgs)
     assert {"draft_load_config", "num_speculative_tokens_per_batch_size"} <= names(SpeculativeConfig)
-    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)  # put back afterwards
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)  # put back afterward
     (setting := tmp_path / "ngram.toml").write_text('[speculation.drafter]\nkind = "ngram"\n')
     filling = hosts.fill({"max_num_seqs": 4}, str(setting))
     filling.arguments["speculative_config"]["draft_load_config"] = {"load_format": "auto"}

@@ -98,7 +98,7 @@ def gaps(path: Path, weights: Weights, rollouts: list[Rollout]) -> list[float]:
 
 
 def test_recomputed_rollouts_go_on_as_the_new_policy_and_kept_ones_do_not(run: Run) -> None:
-    """Either way the tokens after a push are labelled with the new version. Recomputed, their log-probabilities are the
+    """Either way the tokens after a push are labeled with the new version. Recomputed, their log-probabilities are the
     new policy's; kept, they are of neither policy, and the mismatch shows it."""
     crossed, weights = run.pushed_midway(recompute=True)
     assert len(crossed) >= 3, "no rollout was running when the weights came"

@@ -138,4 +138,4 @@ def test_a_failing_drafter_costs_its_drafts_and_nothing_else(policy_path: Path, 
     assert proposer.propose([[1], [1]], length, good) != [[], []]
     assert proposer.propose([[1], [1]], length, np.ones(3, np.int32)) == [[], []]
     assert proposer.counters()["failures"] == 1
-    assert proposer.propose([[1], [1]], length + 1, good) != [[], []], "it goes on afterwards"
+    assert proposer.propose([[1], [1]], length + 1, good) != [[], []], "it goes on afterward"

@@ -124,7 +124,7 @@ def test_sidecar_trains_the_servers_drafter(server: Server, tmp_path: Path) -> N
 
 
 def test_endpoint_takes_a_push_from_whoever_has_the_token(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a server without dev mode is asked. The drafter of the arena must be at work afterwards."""
+    """As a server without dev mode is asked. The drafter of the arena must be at work afterward."""
     call = json.dumps({"method": COUNTERS}).encode()
     for token in ("", "wrong"):
         header = {"Authorization": f"Bearer {token}"}

@@ -12,10 +12,10 @@ from paceline.fp8 import (
     KvScales,
     LayerStacker,
     Sharding,
-    dequantise_blocks,
+    dequantize_blocks,
     kv_scale,
-    quantise_activations,
-    quantise_blocks,
+    quantize_activations,
+    quantize_blocks,
     round_trip,
 )
 
@@ -46,53 +46,53 @@ def test_e4m3_has_the_values_of_its_definition() -> None:
 def test_codes_are_the_nearest_values_of_the_scaled_weights() -> None:
     """A reference that truncated, or broke ties upwards, would differ from every engine."""
     weight = blocks(40, 130, seed=1)
-    quantised = quantise_blocks(weight)
+    quantized = quantize_blocks(weight)
     for row, column in [(0, 0), (39, 129), (17, 127), (17, 128), *zip(range(40), range(0, 120, 3), strict=True)]:
-        scale = np.float32(quantised.scale[row // 128, column // 128])
+        scale = np.float32(quantized.scale[row // 128, column // 128])
         scaled = np.float32(weight[row, column].item()) * (np.float32(1) / scale)
-        assert float(quantised.codes_NK[row, column]) == nearest(float(scaled))
+        assert float(quantized.codes_NK[row, column]) == nearest(float(scaled))
 
 
 def test_scale_of_a_block_is_its_largest_weight_over_448() -> None:
     weight = torch.zeros(256, 384, dtype=torch.bfloat16)
     weight[3, 5], weight[130, 383] = -2.0, 7.0
-    quantised = quantise_blocks(weight)
+    quantized = quantize_blocks(weight)
     expected = torch.full((2, 3), 1e-4)
     expected[0, 0], expected[1, 2] = 2.0, 7.0
-    assert torch.equal(quantised.scale, expected / 448)
-    assert float(quantised.codes_NK[3, 5]) == -448.0
+    assert torch.equal(quantized.scale, expected / 448)
+    assert float(quantized.codes_NK[3, 5]) == -448.0
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (1, 1), (200, 130), (129, 64)])
 def test_error_of_a_block_is_bounded_by_half_a_step(shape: tuple[int, int]) -> None:
-    """A block edge in the wrong place would scale some weights by their neighbours' scale."""
+    """A block edge in the wrong place would scale some weights by their neighbors' scale."""
     for seed in range(5):
         weight = blocks(*shape, seed=seed)
-        quantised = quantise_blocks(weight)
-        assert quantised.codes_NK.shape == weight.shape
-        assert tuple(quantised.scale.shape) == (-(-shape[0] // 128), -(-shape[1] // 128))
-        error = (dequantise_blocks(quantised) - weight.float()).abs()
-        bound = weight.float().abs() / 16 + quantised.scale.max() * 2**-10
+        quantized = quantize_blocks(weight)
+        assert quantized.codes_NK.shape == weight.shape
+        assert tuple(quantized.scale.shape) == (-(-shape[0] // 128), -(-shape[1] // 128))
+        error = (dequantize_blocks(quantized) - weight.float()).abs()
+        bound = weight.float().abs() / 16 + quantized.scale.max() * 2**-10
         assert bool((error <= bound * 1.001).all())
 
 
-def test_quantising_what_was_dequantised_changes_nothing() -> None:
-    first = quantise_blocks(blocks(256, 256, seed=4))
+def test_quantizing_what_was_dequantized_changes_nothing() -> None:
+    first = quantize_blocks(blocks(256, 256, seed=4))
     # The largest weight of a block is 448 scales again, so the scale is the same up to rounding and every code stays.
-    second = quantise_blocks(dequantise_blocks(first))
+    second = quantize_blocks(dequantize_blocks(first))
     assert torch.equal(first.codes_NK.view(torch.uint8), second.codes_NK.view(torch.uint8))
 
 
 def test_activations_have_a_scale_for_each_group_of_a_token() -> None:
     x = torch.ones(2, 256)
     x[1, 200] = 100.0
-    quantised = quantise_activations(x)
-    assert torch.allclose(quantised.scale, torch.tensor([[1, 1], [1, 100]]) / 448)
-    assert torch.equal(quantised.codes_NK[0].float(), torch.full((256,), 448.0))
+    quantized = quantize_activations(x)
+    assert torch.allclose(quantized.scale, torch.tensor([[1, 1], [1, 100]]) / 448)
+    assert torch.equal(quantized.codes_NK[0].float(), torch.full((256,), 448.0))
 
 
 def test_projections_are_stacked_as_engines_hold_them_and_the_rest_is_left_alone() -> None:
-    """k and v with 64 rows each share a block of 128: quantised apart, their scales would differ from the engine's."""
+    """k and v with 64 rows each share a block of 128: quantized apart, their scales would differ from the engine's."""
     stacker = LayerStacker(WHOLE)
     prefix = "model.layers.3"
     names = {
@@ -124,7 +124,7 @@ def test_projections_are_stacked_as_engines_hold_them_and_the_rest_is_left_alone
 
 
 def test_workers_hold_the_rows_of_their_heads_and_the_columns_that_read_them() -> None:
-    """A reference of the whole layer, cut afterwards, would have blocks that begin elsewhere than a worker's. Four
+    """A reference of the whole layer, cut afterward, would have blocks that begin elsewhere than a worker's. Four
     workers on two key-value heads: two hold the same head."""
     heads = Sharding(num_workers=4, num_kv_heads=2)
     rows, columns = torch.arange(8)[:, None].expand(8, 3), torch.arange(8).expand(3, 8)

@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace, lines: TextIO) -> int:
 @contextmanager
 def _cancelled_by_sigterm(context: Context) -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C: `finally` blocks shut down engines. Kill child processes that are still running
-    afterwards or after `_FAREWELL_S`, such as an engine that compiles."""
+    afterward or after `_FAREWELL_S`, such as an engine that compiles."""
     import psutil
 
     strangers = set(psutil.Process().children())

@@ -248,7 +248,7 @@ class LearnerActor:
             return self._sender.stage(
                 version,
                 weights,
-                quantised=self._engine.weights == "fp8",
+                quantized=self._engine.weights == "fp8",
                 sharding=Sharding(self._engine.tensor_parallel_size, self._learner.num_kv_heads),
                 kv_scales=scales,
             )

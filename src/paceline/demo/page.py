@@ -10,7 +10,7 @@ import numpy as np
 from paceline.certify.lossless import FALSE_POSITIVE_RATE, TwoSample
 from paceline.demo.batch import DemoTimeline
 from paceline.measure import Result
-from paceline.report.plots import BLUE, GREY, ORANGE, Panel, drawing, new_figure, panel
+from paceline.report.plots import BLUE, GRAY, ORANGE, Panel, drawing, new_figure, panel
 from paceline.report.recorded import read_run
 from paceline.report.render import write_page
 from paceline.report.run import learning_panel
@@ -32,7 +32,7 @@ def _timelines(timelines: Sequence[DemoTimeline], speedup: float) -> Panel:
     plain, ours = timelines
     figure = new_figure(4.6)
     rows = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1.4, 1))
-    for timeline, color in zip(timelines, (GREY, BLUE), strict=True):
+    for timeline, color in zip(timelines, (GRAY, BLUE), strict=True):
         at_s = np.array([0.0, *timeline.at_s])
         running = np.array([timeline.num_requests, *timeline.running])
         rows[0].step(at_s, running, where="pre", color=color, linewidth=1.8, label=timeline.name)

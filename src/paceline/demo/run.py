@@ -84,10 +84,10 @@ def run(
         "two_sample_p": test.p_value,
     }
     if directory is not None:
-        learnt = summary(directory)
-        assert learnt.accuracy_start is not None and learnt.accuracy_end is not None
-        figures["accuracy_gain"] = learnt.accuracy_end - learnt.accuracy_start
-        variance = sum(right * (1 - right) for right in (learnt.accuracy_start, learnt.accuracy_end))
+        learned = summary(directory)
+        assert learned.accuracy_start is not None and learned.accuracy_end is not None
+        figures["accuracy_gain"] = learned.accuracy_end - learned.accuracy_start
+        variance = sum(right * (1 - right) for right in (learned.accuracy_start, learned.accuracy_end))
         spread["accuracy_gain"] = 2 * math.sqrt(variance / config.eval.num_prompts)
     result = Result(
         name="demo",

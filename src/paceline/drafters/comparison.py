@@ -27,7 +27,7 @@ def compare(
 ) -> Verdict | None:
     """Judge the second of two states against the first; return None with too few tokens.
 
-    Both are loaded into `drafter`, which has the second state's weights afterwards."""
+    Both are loaded into `drafter`, which has the second state's weights afterward."""
     if 4 * sum(document.num_anchors for document in documents) < config.heldout_tokens:
         return None
     found = []

@@ -161,7 +161,7 @@ def _newest_place(heads, prompt, context, num_context, min_match):
 
 @njit
 def _compare(tokens, before, newest_page, position, context, num_context, min_match):
-    """Compare a place and a context backwards: (equal tokens, gap before the last min_match equal ones in a row, or
+    """Compare a place and a context backward: (equal tokens, gap before the last min_match equal ones in a row, or
     -1).
 
     The inner loop of everything, so it works on slots and on plain arrays: numba counts references to each array of a

@@ -16,7 +16,7 @@ The weight is data: no gradient flows through it. The presets, with cap C and ba
     geometric-mis    token-tis in rollouts with mean log rho   masks whole rollouts, independent of length
                      inside the band, 0 in other rollouts
 
-A token with weight 0 still counts in the loss normaliser. Sources: truncation with C = 2, Yao et al. 2025, "Your
+A token with weight 0 still counts in the loss normalizer. Sources: truncation with C = 2, Yao et al. 2025, "Your
 efficient RL framework secretly brings you off-policy RL training"; masks, Liu, Li et al. 2025, "When speed kills
 stability"; presets under the same names in verl (docs/algo/rollout_corr.md) and NeMo-RL
 (`truncated_importance_sampling_type`).
@@ -61,15 +61,15 @@ class Ratios:
     num_rollouts: int
 
     @classmethod
-    def of(cls, behaviour_logp: Sequence[Floats], learner_logp: Sequence[Floats]) -> Ratios:
-        lengths = [len(logp) for logp in behaviour_logp]
+    def of(cls, behavior_logp: Sequence[Floats], learner_logp: Sequence[Floats]) -> Ratios:
+        lengths = [len(logp) for logp in behavior_logp]
         if [len(logp) for logp in learner_logp] != lengths:
             raise ValueError("learner_logp: got different lengths; must have a value for each response token")
-        behaviour_N, learner_N = (
-            np.concatenate([*logps, np.zeros(0)]).astype(np.float64) for logps in (behaviour_logp, learner_logp)
+        behavior_N, learner_N = (
+            np.concatenate([*logps, np.zeros(0)]).astype(np.float64) for logps in (behavior_logp, learner_logp)
         )
         with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is counted as not finite
-            log_N = learner_N - behaviour_N
+            log_N = learner_N - behavior_N
         return cls(
             log_N=log_N,
             rollout_N=np.repeat(np.arange(len(lengths)), lengths),

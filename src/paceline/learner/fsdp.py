@@ -40,7 +40,7 @@ from paceline.learner.batch import PaddedBatch, make_batch, plan_passes
 from paceline.learner.calibration import SHARE, Calibration, calibration_metrics, choose, has_qk_norm, scales_of
 from paceline.learner.checkpoint import full_weight, load_policy, output_head, read_tensors, write_checkpoint
 from paceline.learner.correction import correct
-from paceline.learner.objective import LossSums, loss_normaliser, policy_loss
+from paceline.learner.objective import LossSums, loss_normalizer, policy_loss
 from paceline.learner.rank import join_ranks, prepare_device, shard_policy
 from paceline.learner.scoring import HiddenStates, RankScores, TokenScorer, hidden_states_of, record_taps, unflatten
 from paceline.learner.state import LearnerCounters, read_state, write_state
@@ -136,7 +136,7 @@ class FsdpLearner:
         # Zero for samples of other ranks, so that the sum over ranks keeps every value bit for bit.
         scores = torch.zeros(2, int(bounds[-1]), device=self._device)
         states: dict[int, HiddenStates] = {}
-        sums, normaliser = LossSums(), self._normaliser(samples)
+        sums, normalizer = LossSums(), self._normalizer(samples)
         if correction is not None:
             self.discard()
             if not self._can_hold_gradients(samples):
@@ -150,7 +150,7 @@ class FsdpLearner:
                 logp_N, entropy_N, hidden_BSD = self._scorer(batch.input_ids_BS, batch.position_N, batch.target_N)
             if correction is not None:
                 corrected = self._corrected(samples, batch, logp_N, correction)
-                sums = sums.merge(self._backward(corrected, logp_N, entropy_N, normaliser))
+                sums = sums.merge(self._backward(corrected, logp_N, entropy_N, normalizer))
             if not batch.indices:
                 continue
             columns = np.concatenate([np.arange(int(bounds[i]), int(bounds[i + 1])) for i in batch.indices])
@@ -283,7 +283,7 @@ class FsdpLearner:
         self.kv_scales = counters.kv_scales
 
     def close(self) -> None:
-        """Destroy the process group. The learner is unusable afterwards."""
+        """Destroy the process group. The learner is unusable afterward."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -332,14 +332,14 @@ class FsdpLearner:
 
     def _accumulate(self, samples: Sequence[Sample]) -> LossSums:
         """Accumulate the gradients of one minibatch, and return its sums over all ranks."""
-        sums, normaliser = LossSums(), self._normaliser(samples)
+        sums, normalizer = LossSums(), self._normalizer(samples)
         for batch in self._passes(samples):
             logp_N, entropy_N, _ = self._scorer(batch.input_ids_BS, batch.position_N, batch.target_N)
-            sums = sums.merge(self._backward(batch, logp_N, entropy_N, normaliser))
+            sums = sums.merge(self._backward(batch, logp_N, entropy_N, normalizer))
         return self._over_ranks(sums)
 
     def _backward(
-        self, batch: PaddedBatch, logp_N: torch.Tensor, entropy_N: torch.Tensor, normaliser: float
+        self, batch: PaddedBatch, logp_N: torch.Tensor, entropy_N: torch.Tensor, normalizer: float
     ) -> LossSums:
         part = policy_loss(
             logp_BT=unflatten(logp_N, batch.mask_BT),
@@ -348,15 +348,15 @@ class FsdpLearner:
             entropy_BT=unflatten(entropy_N, batch.mask_BT),
             advantage_B=batch.advantage_B,
             mask_BT=batch.mask_BT,
-            normaliser=normaliser,
+            normalizer=normalizer,
             config=self._objective,
         )
-        # FSDP2 averages gradients over ranks, but the normaliser already counts every rank.
+        # FSDP2 averages gradients over ranks, but the normalizer already counts every rank.
         (part.loss * self._world_size).backward()
         return part.sums
 
-    def _normaliser(self, samples: Sequence[Sample]) -> float:
-        return loss_normaliser([sample.num_response_tokens for sample in samples], self._objective.loss)
+    def _normalizer(self, samples: Sequence[Sample]) -> float:
+        return loss_normalizer([sample.num_response_tokens for sample in samples], self._objective.loss)
 
     def _can_hold_gradients(self, samples: Sequence[Sample]) -> bool:
         """Return whether an update on the samples is one optimizer step. `apply` refuses NaN from engines."""

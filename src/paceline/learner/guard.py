@@ -111,7 +111,7 @@ class GuardState:
     """log k3 of each engine in each of the first steps."""
     num_steps: int = 0
     """Number of calm steps in `past`."""
-    centre: float | None = None
+    center: float | None = None
     """Median of log k3; None until calibrated."""
     deviation: float = 0.0
     level: Level = Level.OBSERVE
@@ -127,13 +127,13 @@ class GuardState:
 
     def own_limit(self) -> float:
         """Return the limit for an engine's k3 from its past; the published limit until calibrated."""
-        if self.centre is None:
+        if self.center is None:
             return LIMITS[Level.CORRECT]
-        return math.exp(self.centre + max(_DEVIATIONS * self.deviation, math.log(_FACTOR)))
+        return math.exp(self.center + max(_DEVIATIONS * self.deviation, math.log(_FACTOR)))
 
     def limits(self) -> dict[Level, float]:
         """Return the limits for a mismatch of all engines."""
-        if self.centre is None:
+        if self.center is None:
             return LIMITS
         own = self.own_limit()
         return {level: min(limit, _STEEPNESS.get(level, math.inf) * own) for level, limit in LIMITS.items()}
@@ -174,7 +174,7 @@ def _odd_ones(state: GuardState, judged: Mapping[str, EngineGap]) -> tuple[str, 
     """Return engines with a mismatch unlike their past and unlike the other engines."""
     limit = state.own_limit()
     if len(judged) == 1:
-        sudden = math.inf if state.centre is None or state.raised else _STEEPNESS[Level.RAISE_PRECISION] * limit
+        sudden = math.inf if state.center is None or state.raised else _STEEPNESS[Level.RAISE_PRECISION] * limit
         return tuple(name for name, gap in judged.items() if gap.k3 > sudden)
     others = {name: median(gap.k3 for other, gap in judged.items() if other != name) for name in judged}
     return tuple(name for name, gap in judged.items() if gap.k3 > max(limit, _TIMES_OTHERS * others[name]))
@@ -241,14 +241,14 @@ def _push_again(
 
 def _remember(state: GuardState, logs: Sequence[float]) -> GuardState:
     """Calibrate on the first calm steps, then follow slowly."""
-    if state.centre is not None:
-        return replace(state, centre=state.centre + _FOLLOW * (median(logs) - state.centre))
+    if state.center is not None:
+        return replace(state, center=state.center + _FOLLOW * (median(logs) - state.center))
     past, num_steps = (*state.past, *logs), state.num_steps + 1
     if num_steps < CALIBRATION_STEPS:
         return replace(state, past=past, num_steps=num_steps)
-    centre = median(past)
-    deviation = 1.4826 * median(abs(value - centre) for value in past)
-    return replace(state, past=(), num_steps=num_steps, centre=centre, deviation=deviation)
+    center = median(past)
+    deviation = 1.4826 * median(abs(value - center) for value in past)
+    return replace(state, past=(), num_steps=num_steps, center=center, deviation=deviation)
 
 
 def least_correction(configured: CorrectionConfig, level: Level) -> CorrectionConfig:

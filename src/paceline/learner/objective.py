@@ -10,7 +10,7 @@ log-probability before the update, and the constant w compensates for the engine
 
 GRPO (arXiv 2402.03300) has clip_low = clip_high and weights rollouts equally. DAPO (arXiv 2503.14476) raises clip_high,
 so that unlikely tokens can grow, and weights tokens equally, so that long rollouts are not diluted. The sum is divided
-by a normaliser over the whole minibatch and all ranks, so micro-batches do not change the result.
+by a normalizer over the whole minibatch and all ranks, so micro-batches do not change the result.
 
 Dimension suffixes: B rollouts, T positions of the padded batch.
 """
@@ -58,7 +58,7 @@ def is_trained_on(rewards: Sequence[float], config: ObjectiveConfig) -> bool:
     return len(set(rewards)) > 1 or not config.drop_uniform_groups
 
 
-def loss_normaliser(lengths: Sequence[int], loss: Literal["token", "sequence"]) -> float:
+def loss_normalizer(lengths: Sequence[int], loss: Literal["token", "sequence"]) -> float:
     """Return the divisor of a minibatch's loss: its response tokens, or its rollouts."""
     return float(max(1, sum(lengths) if loss == "token" else len(lengths)))
 
@@ -69,7 +69,7 @@ class LossSums:
 
     num_tokens: float = 0.0
     loss: float = 0.0
-    """Already divided by the normaliser, so the loss of a minibatch is the sum of its parts."""
+    """Already divided by the normalizer, so the loss of a minibatch is the sum of its parts."""
     ratio: float = 0.0
     clipped: float = 0.0
     """Clipped tokens, which have no gradient."""
@@ -106,7 +106,7 @@ def policy_loss(
     entropy_BT: torch.Tensor,
     advantage_B: torch.Tensor,
     mask_BT: torch.Tensor,
-    normaliser: float,
+    normalizer: float,
     config: ObjectiveConfig,
 ) -> PolicyLoss:
     """Return the clipped surrogate loss of a padded micro-batch. Outside of `mask_BT` any finite value is allowed."""
@@ -122,7 +122,7 @@ def policy_loss(
     token_loss_BT = -torch.minimum(free_BT, held_BT) * weight_BT.detach() * mask_BT
     if config.loss == "sequence":
         token_loss_BT = token_loss_BT / mask_BT.sum(1, keepdim=True).clamp(min=1)
-    loss = token_loss_BT.sum() / normaliser
+    loss = token_loss_BT.sum() / normalizer
 
     def total(value_BT: torch.Tensor) -> torch.Tensor:
         return (value_BT.detach().double() * mask_BT).sum()

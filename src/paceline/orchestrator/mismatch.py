@@ -35,7 +35,7 @@ _FLOOR_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Judgement:
+class Judgment:
     """The guard's decision on one step, and the arguments of `Learner.apply`."""
 
     decision: GuardDecision
@@ -77,7 +77,7 @@ class MismatchMonitor:
         self._state = replace(GuardState(**guard), past=tuple(guard["past"]), level=Level(guard["level"]))
         self._level = Level(state["level"])
 
-    async def judge(self, samples: Sequence[Sample], scores: Scores, *, version: int) -> Judgement:
+    async def judge(self, samples: Sequence[Sample], scores: Scores, *, version: int) -> Judgment:
         """Judge samples that the learner scored with policy `version`, and correct them."""
         began_s, learner_logp = clock_s(), scores.logp
         ratios = self._of_engines(Ratios.of([sample.logp for sample in samples], learner_logp), samples, version)
@@ -110,7 +110,7 @@ class MismatchMonitor:
         pending = scores.pending
         if pending is not None and pending.correction != correction:
             pending = None
-        return Judgement(decision=decision, samples=corrected, pending=pending)
+        return Judgment(decision=decision, samples=corrected, pending=pending)
 
     def _of_engines(self, ratios: Ratios, samples: Sequence[Sample], version: int) -> Ratios:
         """Select the tokens that engines are judged by; record only the mean gap of the others."""

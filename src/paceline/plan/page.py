@@ -13,8 +13,8 @@ from paceline.plan.recipe import recommended
 from paceline.plan.run_model import STAGES
 from paceline.report.plots import (
     BLUE,
+    GRAY,
     GREEN,
-    GREY,
     ORANGE,
     PINK,
     RED,
@@ -30,7 +30,7 @@ from paceline.report.render import write_page
 
 SWEEP = tuple(2**power for power in range(3, 13))
 """Numbers of GPUs in a sweep."""
-_SWEPT = {"plain": GREY, "speculation": BLUE, "asynchrony": GREEN, "together": RED}
+_SWEPT = {"plain": GRAY, "speculation": BLUE, "asynchrony": GREEN, "together": RED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def _stages_panel(found: Answer) -> Panel:
     figure, axes = new_plot(0.8 + 0.34 * len(found.arms))
     names = list(found.arms)
     left = [0.0] * len(names)
-    for stage, color in zip(STAGES, (BLUE, GREY, ORANGE, GREEN, PINK), strict=True):
+    for stage, color in zip(STAGES, (BLUE, GRAY, ORANGE, GREEN, PINK), strict=True):
         seconds = [found.arms[lever].times.stages_s[stage] for lever in names]
         axes.barh(range(len(names)), seconds, 0.6, left, color=color, label=stage if any(seconds) else None)
         left = [start + width for start, width in zip(left, seconds, strict=True)]
@@ -107,6 +107,6 @@ def _scaling_panel(scaling: Sweep, question: Question) -> Panel:
         axes.set_xlabel(question.gpu.name)
     left.set(yscale="log", ylabel="seconds of a step")
     right.set_ylabel("speedup over plain on as many GPUs")
-    right.axhline(1, color=GREY, linewidth=1)
+    right.axhline(1, color=GRAY, linewidth=1)
     note = "The batch stays constant: each engine has fewer requests, and the longest response sets the end."
     return panel(figure, f"The same {question.num_rollouts} rollouts on more GPUs", note)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.report.plots import BLUE, GREEN, GREY, ORANGE, Panel, new_figure, panel
+from paceline.report.plots import BLUE, GRAY, GREEN, ORANGE, Panel, new_figure, panel
 from paceline.report.recorded import Floats, RecordedRun, StepDrafts
 
 
@@ -72,7 +72,7 @@ def _panel(drafts: StepDrafts, found: Curves) -> Panel:
     if len(found.by_engine) > 1:
         for index, values in enumerate(found.by_engine.values()):
             label = "draft length of each engine" if index == 0 else None
-            bottom.stairs(values, edges_s, baseline=None, color=GREY, linewidth=0.8, alpha=0.7, label=label)
+            bottom.stairs(values, edges_s, baseline=None, color=GRAY, linewidth=0.8, alpha=0.7, label=label)
     bottom.stairs(length, edges_s, baseline=None, color=ORANGE, linewidth=2.0, label="draft length, mean")
     middle_s = (edges_s[1:] + edges_s[:-1]) / 2
     style = {"color": GREEN, "linewidth": 1.6, "marker": "o", "markersize": 3}

@@ -15,8 +15,8 @@ import numpy as np
 
 from paceline.report.plots import (
     BLUE,
+    GRAY,
     GREEN,
-    GREY,
     INK,
     ORANGE,
     RED,
@@ -39,7 +39,7 @@ DOING = {"generate": BLUE, "train": GREEN, "idle": ORANGE, "waking": RED}
 """Colors of a device's uses; idle as in the timeline of rollouts."""
 _OUTCOMES = {
     "drafter_lost": ("lost", "D", RED),
-    "drafter_refused": ("refused", "x", GREY),
+    "drafter_refused": ("refused", "x", GRAY),
     "drafter_published": ("published", "^", GREEN),
     "drafter_switched": ("switched", "o", BLUE),
 }
@@ -271,7 +271,7 @@ def _updates_panel(run: RecordedRun, updates: Sequence[DrafterUpdate]) -> Panel:
 
 
 def draw_updates(axes: Axes, updates: Sequence[DrafterUpdate]) -> None:
-    for published, color, label in ((True, GREEN, "published"), (False, GREY, "refused")):
+    for published, color, label in ((True, GREEN, "published"), (False, GRAY, "refused")):
         if mine := [update for update in updates if update.published is published]:
             style = {"color": color, "alpha": 0.75, "linewidth": 0, "label": f"measured gain, {label}"}
             axes.bar([u.step for u in mine], [u.gain_s for u in mine], 0.6, **style)

@@ -15,8 +15,8 @@ from paceline.learner.correction import HISTOGRAM_EDGES
 from paceline.learner.guard import Level
 from paceline.report.plots import (
     BLUE,
+    GRAY,
     GREEN,
-    GREY,
     ORANGE,
     PINK,
     RED,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _LEVELS = {
-    Level.OBSERVE: GREY,
+    Level.OBSERVE: GRAY,
     Level.CORRECT: SKY,
     Level.MASK: BLUE,
     Level.RAISE_PRECISION: ORANGE,
@@ -104,7 +104,7 @@ def _draw_k3(axes: Axes, run: RecordedRun, k3: Floats, floor: Floats) -> None:
     axes.plot(run.steps, _positive(k3), color=BLUE, linewidth=1.6, marker="o", markersize=size, label="all engines")
     if np.isfinite(_positive(floor)).any():
         label = "noise floor: learner against itself"
-        axes.plot(run.steps, _positive(floor), color=GREY, linewidth=1.2, linestyle="--", label=label)
+        axes.plot(run.steps, _positive(floor), color=GRAY, linewidth=1.2, linestyle="--", label=label)
     shown = np.concatenate([_positive(k3), _positive(floor)])
     shown = shown[np.isfinite(shown)]
     if not len(shown):

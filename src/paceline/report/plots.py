@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 INK, SOFT, LINE = "#101112", "#131415", "#161718"  # placeholders; see `panel`
 YELLOW, BROWN = "#f0e442", "#8c6d46"
-BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#8a9099"
+BLUE, ORANGE, GREEN, RED, SKY, PINK, GRAY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#8a9099"
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.edgecolor": LINE,

@@ -14,8 +14,8 @@ from paceline.report.mismatch import mismatch_panels, scale_panels
 from paceline.report.plots import (
     BLUE,
     BROWN,
+    GRAY,
     GREEN,
-    GREY,
     ORANGE,
     PINK,
     RED,
@@ -59,7 +59,7 @@ _STAGES = {
     "draft": BROWN,
     "prepare": GREEN,
     "data": PINK,
-    "eval": GREY,
+    "eval": GRAY,
 }
 
 

@@ -25,7 +25,7 @@ _said: set[str] = set()
 def register() -> None:
     """Initialize AMX, register the weight-transfer backend, and fill in engine arguments if PACELINE is set. Without
     the variable, engines that do not name the backend are unaffected."""
-    _run("paceline", _initialise_amx, _register_backend, _watch_arguments)
+    _run("paceline", _initialize_amx, _register_backend, _watch_arguments)
 
 
 def mend() -> None:
@@ -67,10 +67,10 @@ def _say(level: int, line: str) -> None:
         logger.log(level, line)
 
 
-def _initialise_amx() -> str:
-    from paceline.rollout.internals.platform import initialise_amx
+def _initialize_amx() -> str:
+    from paceline.rollout.internals.platform import initialize_amx
 
-    return "AMX initialised" if initialise_amx() else "no AMX"
+    return "AMX initialized" if initialize_amx() else "no AMX"
 
 
 def _register_backend() -> str:
@@ -89,7 +89,7 @@ def _mend_sampler() -> str:
     from paceline.rollout.internals.sampler_fix import mend_sampler
 
     if mend_sampler():
-        return "expand_batch_to_tokens replaced, which reads uninitialised memory on the CPU (vLLM issue 55005)"
+        return "expand_batch_to_tokens replaced, which reads uninitialized memory on the CPU (vLLM issue 55005)"
     return "the sampler is left as it is"
 
 

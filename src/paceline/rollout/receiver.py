@@ -19,14 +19,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from paceline.rollout.internals.drafter_model import comes_with_policy, shared_with_policy
-from paceline.rollout.internals.fp8_layers import codes_in_order, held_scale, quantised_layers
+from paceline.rollout.internals.fp8_layers import codes_in_order, held_scale, quantized_layers
 from paceline.rollout.internals.kv_scales import held_kv_scales, scaled_attention, set_kv_scales
 from paceline.rollout.internals.reload import finish_loading, load_weights, reload_problem
 from paceline.rollout.internals.transfer_engine import aimed, engine_of
 from paceline.types import PacelineError, PushRefusedError
 from paceline.weights.check import TensorSpec, check_precision, check_push, inventory
 from paceline.weights.distributed import DistributedReceiver, GroupAddress
-from paceline.weights.fingerprint import quantised_fingerprints, scale_fingerprint
+from paceline.weights.fingerprint import quantized_fingerprints, scale_fingerprint
 from paceline.weights.message import Push, PushReport, Target
 from paceline.weights.shared_memory import ShmReceiver
 
@@ -84,7 +84,7 @@ class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         push = update_info.push
         started_s = time.monotonic()
         if push.target == "policy":
-            fp8_weights = any(True for _ in quantised_layers(self.model))
+            fp8_weights = any(True for _ in quantized_layers(self.model))
             check_precision(
                 push,
                 fp8_weights=fp8_weights,
@@ -188,8 +188,8 @@ def drafter_problem(worker: Worker, names: Collection[str]) -> str | None:
 
 def _held_fp8(model: torch.nn.Module) -> dict[str, str]:
     held: dict[str, str] = {}
-    for name, layer in quantised_layers(model):
-        held |= quantised_fingerprints(name, codes_in_order(layer), held_scale(layer))
+    for name, layer in quantized_layers(model):
+        held |= quantized_fingerprints(name, codes_in_order(layer), held_scale(layer))
     for name, copies in held_kv_scales(model).items():
         # If the two copies of a scale differ, join their fingerprints: the result matches nothing.
         held[name] = "+".join(sorted({scale_fingerprint(scale) for scale in copies}))

@@ -22,7 +22,7 @@ from paceline.config import (
 from paceline.selector.graphs import CapturePlan, GraphMemory, length_table, plan_capture
 
 FP8_WEIGHTS = "fp8_per_block"
-"""vLLM's name of the quantization in `fp8.quantise_blocks`."""
+"""vLLM's name of the quantization in `fp8.quantize_blocks`."""
 SCHEDULER = "paceline.rollout.scheduler.AdaptiveScheduler"
 KEEP_LAST_BLOCK = "disable_eagle_block_drop"
 """vLLM's setting, since 0.30, to reuse the last block of a cached prefix with a learned drafter. By default vLLM
@@ -109,9 +109,9 @@ def speculative_config(
             EagleDrafter(kind=method, path=path, draft_sampling=how)
             | ParallelDrafter(kind=method, path=path, draft_sampling=how)
         ):
-            quantised = {"quantization": FP8_WEIGHTS} if config.drafter.weights == "fp8" else {}
+            quantized = {"quantization": FP8_WEIGHTS} if config.drafter.weights == "fp8" else {}
             learned = {"method": method, "model": path, "draft_sample_method": how, KEEP_LAST_BLOCK: True}
-            return settings | learned | quantised
+            return settings | learned | quantized
         case VllmDrafter(settings=theirs):
             if why_whole(theirs):
                 del settings["num_speculative_tokens_per_batch_size"]  # vLLM would draft by it

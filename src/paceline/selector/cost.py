@@ -27,7 +27,7 @@ SURPRISE = 4.0
 """Standard deviations between the two memories above which the long one is discarded."""
 PRIOR_ACCEPTANCE = 0.5
 PRIOR_TRIALS = 2.0
-NEIGHBOUR_TRIALS = 8.0
+NEIGHBOR_TRIALS = 8.0
 """Weight of the previous position in the estimate of a position, in requests. Few requests reach the end of a draft,
 and four rejections there must not rule it out."""
 
@@ -154,7 +154,7 @@ class Acceptance:
         covered: list[float] = []
         lengths, num_tokens = [length], [tokens]
         for j in range(self.max_draft_length):
-            prior = NEIGHBOUR_TRIALS if j else PRIOR_TRIALS
+            prior = NEIGHBOR_TRIALS if j else PRIOR_TRIALS
             trials = self._trials[j] + prior
             h = min(max((self._accepted[j] + prior * h) / trials, 1e-4), 1 - 1e-4)
             coverage = (self._proposed[j] + coverage) / (self._asked[j] + 1.0)

@@ -137,7 +137,7 @@ def train_drafter(
 async def _sample(
     model_path: Path, prompts: Iterator[Prompt], recipe: WarmStart, longest: int, context: Context
 ) -> list[Sample]:
-    """Sample one rollout per prompt at temperature 1, in prompt order to avoid a bias towards short rollouts."""
+    """Sample one rollout per prompt at temperature 1, in prompt order to avoid a bias toward short rollouts."""
     wanted = recipe.rollout_tokens + recipe.heldout_tokens
     first = list(islice(prompts, recipe.max_num_seqs))
     room = min(longest, max(len(prompt.token_ids) for prompt in first) + recipe.max_tokens + 128)

@@ -92,12 +92,12 @@ def check_precision(push: Push, *, fp8_weights: bool, num_workers: int, num_kv_s
 
     `num_kv_scales` is the number of layers with an FP8 KV cache.
     """
-    if fp8_weights != bool(push.quantised):
-        precision = "FP8" if push.quantised else "full precision"
+    if fp8_weights != bool(push.quantized):
+        precision = "FP8" if push.quantized else "full precision"
         raise PushRefusedError(f"weights: staged for an engine in {precision}, unlike this one")
-    if fp8_weights and len(push.quantised) != num_workers:
+    if fp8_weights and len(push.quantized) != num_workers:
         raise PushRefusedError(
-            f"weights: staged in FP8 for {len(push.quantised)} tensor-parallel workers; must be for {num_workers}"
+            f"weights: staged in FP8 for {len(push.quantized)} tensor-parallel workers; must be for {num_workers}"
         )
     scales = push.kv_scales
     if (num_sent := 0 if scales is None else len(scales.k)) != num_kv_scales:

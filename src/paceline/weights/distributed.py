@@ -95,13 +95,13 @@ class DistributedSender:
         weights: Iterable[tuple[str, torch.Tensor]],
         target: Target = "policy",
         *,
-        quantised: bool = False,
+        quantized: bool = False,
         sharding: Sharding = WHOLE,
         kv_scales: KvScales | None = None,
     ) -> Push:
         """Fingerprint every tensor and keep it until `transmit`. Workers refuse tensors that change until then.
 
-        `quantised` and `sharding` are for FP8 engines, `kv_scales` for engines with an FP8 KV cache.
+        `quantized` and `sharding` are for FP8 engines, `kv_scales` for engines with an FP8 KV cache.
         """
         assert self._address is not None, "host comes first"
         finish_work(self._device)  # the optimizer's kernels may still be writing
@@ -121,7 +121,7 @@ class DistributedSender:
             )
             self._staged.append((entry, tensor))
             offset = aligned(offset + entry.num_bytes)
-            if quantised and (layer := stacker.add(name, tensor)) is not None:
+            if quantized and (layer := stacker.add(name, tensor)) is not None:
                 references.append(reference_fingerprints(*layer))
         entries = [entry for entry, _ in self._staged]
         check_staged(version, entries)
@@ -131,7 +131,7 @@ class DistributedSender:
             transport="distributed",
             channel=self._address.name,
             entries=tuple(entries),
-            quantised=by_worker(references),
+            quantized=by_worker(references),
             kv_scales=kv_scales,
         )
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from paceline.fp8 import quantise_blocks
+from paceline.fp8 import quantize_blocks
 from paceline.types import PacelineError
 
 Bytes = npt.NDArray[np.uint8]
@@ -58,15 +58,15 @@ def scale_fingerprint(scale: float) -> str:
     return np.float32(scale).tobytes().hex()
 
 
-def quantised_fingerprints(layer: str, codes_NK: torch.Tensor, scale: torch.Tensor) -> dict[str, str]:
+def quantized_fingerprints(layer: str, codes_NK: torch.Tensor, scale: torch.Tensor) -> dict[str, str]:
     """Return the fingerprints of one quantized layer, under names that no checkpoint uses."""
     return {f"{layer}.weight.fp8": fingerprint(codes_NK), f"{layer}.weight.scale": fingerprint(scale)}
 
 
 def reference_fingerprints(layer: str, shards: Sequence[torch.Tensor]) -> list[dict[str, str]]:
     """Return the expected fingerprints of each FP8 worker's shard of a layer, from the reference quantizer."""
-    quantised = map(quantise_blocks, shards)
-    return [quantised_fingerprints(layer, shard.codes_NK, shard.scale) for shard in quantised]
+    quantized = map(quantize_blocks, shards)
+    return [quantized_fingerprints(layer, shard.codes_NK, shard.scale) for shard in quantized]
 
 
 def by_worker(references: Iterable[Sequence[Mapping[str, str]]]) -> tuple[dict[str, str], ...]:

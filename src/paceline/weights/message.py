@@ -51,7 +51,7 @@ class Push:
     channel: str
     """Name of the segment in /dev/shm or of the process group."""
     entries: tuple[TensorEntry, ...]
-    quantised: tuple[Mapping[str, str], ...] = ()
+    quantized: tuple[Mapping[str, str], ...] = ()
     """Expected fingerprints of codes and scales of every quantized layer, per worker of an FP8 engine in rank order.
     Empty for other engines."""
     kv_scales: KvScales | None = None
@@ -76,8 +76,8 @@ class Push:
         every worker checks all received bytes and keeps its shard."""
         scales = {} if self.kv_scales is None else self.kv_scales.named()
         arrived = {entry.name: entry.fingerprint for entry in self.entries}
-        quantised: Mapping[str, str] = self.quantised[rank] if self.quantised else {}
-        return arrived | dict(quantised) | {name: scale_fingerprint(scale) for name, scale in scales.items()}
+        quantized: Mapping[str, str] = self.quantized[rank] if self.quantized else {}
+        return arrived | dict(quantized) | {name: scale_fingerprint(scale) for name, scale in scales.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain types: vLLM's rpc needs pickle for classes."""
@@ -88,7 +88,7 @@ class Push:
         with _typed("push"):
             entries = tuple(TensorEntry(**dict[str, Any](e, shape=tuple(e["shape"]))) for e in plain["entries"])
             scales = None if plain["kv_scales"] is None else KvScales.from_dict(plain["kv_scales"])
-            parsed = {"entries": entries, "quantised": tuple(plain["quantised"]), "kv_scales": scales}
+            parsed = {"entries": entries, "quantized": tuple(plain["quantized"]), "kv_scales": scales}
             return cls(**dict[str, Any](plain, **parsed))
 
 

@@ -54,13 +54,13 @@ class ShmSender:
         weights: Iterable[tuple[str, torch.Tensor]],
         target: Target = "policy",
         *,
-        quantised: bool = False,
+        quantized: bool = False,
         sharding: Sharding = WHOLE,
         kv_scales: KvScales | None = None,
     ) -> Push:
         """Copy every tensor into the segment in its dtype and fingerprint it.
 
-        Only a few tensors are in memory at a time, so gathering them from shards costs little memory. `quantised` and
+        Only a few tensors are in memory at a time, so gathering them from shards costs little memory. `quantized` and
         `sharding` are for FP8 engines, `kv_scales` for engines with an FP8 KV cache.
         """
         segment = self._segments.get(target)
@@ -75,7 +75,7 @@ class ShmSender:
             num_bytes = tensor.numel() * tensor.element_size()
             offset, room = segment.reserve(num_bytes)
             pending.append(self._threads.submit(_stage_tensor, name, tensor, offset, room))
-            if quantised and (layer := stacker.add(name, tensor)) is not None:
+            if quantized and (layer := stacker.add(name, tensor)) is not None:
                 references.append(self._threads.submit(reference_fingerprints, *layer))
             if len(pending) > 4:
                 entries.append(pending.popleft().result())
@@ -87,7 +87,7 @@ class ShmSender:
             transport="shared_memory",
             channel=segment.name,
             entries=tuple(entries),
-            quantised=by_worker(reference.result() for reference in references),
+            quantized=by_worker(reference.result() for reference in references),
             kv_scales=kv_scales,
         )
 

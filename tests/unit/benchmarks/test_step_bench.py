@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import Record
-from benchmarks.step import WARMUP, SteppedRun, amdahl, compare, settings_of, summarise
+from benchmarks.step import WARMUP, SteppedRun, amdahl, compare, settings_of, summarize
 from contexts import arena_config
 from paceline.metrics import JsonlSink, Recorder
 from paceline.report.recorded import RecordedRun, read_run
@@ -80,8 +80,8 @@ def test_of_amdahl_falls_by_what_the_rest_of_the_step_pays():
     assert record.figures["of_amdahl"] == pytest.approx(6 / 7)
 
 
-def test_a_run_is_summarised_without_its_first_steps(tmp_path: Path):
-    found = summarise(recorded(tmp_path, WARMUP + 2), tmp_path)
+def test_a_run_is_summarized_without_its_first_steps(tmp_path: Path):
+    found = summarize(recorded(tmp_path, WARMUP + 2), tmp_path)
     mean = WARMUP + 1.5
     assert (found.step_s, found.generation_s) == pytest.approx((mean, mean / 2))
     assert (found.learner_s, found.sync_s, found.num_tokens) == pytest.approx((0.75, 0.125, 10 * mean))
@@ -91,4 +91,4 @@ def test_a_run_with_a_missing_update_or_no_counted_step_is_no_measurement(tmp_pa
     for name, num_steps, without, match in (("skipped", 6, 5, "5.*no update"), ("short", WARMUP, None, "run.steps")):
         (tmp_path / name).mkdir()
         with pytest.raises(PacelineError, match=match):
-            summarise(recorded(tmp_path / name, num_steps, without_update=without), tmp_path)
+            summarize(recorded(tmp_path / name, num_steps, without_update=without), tmp_path)

@@ -105,7 +105,7 @@ async def checkpoint(learner: RemoteLearner, store: Store, step: int) -> None:
 
 
 @pytest.mark.parametrize("dies_in", ["apply", "score", "calibrate", "save_state", "stage"])
-def test_learner_lost_in_any_call_is_the_same_learner_afterwards(monkeypatch, tmp_path, dies_in):
+def test_learner_lost_in_any_call_is_the_same_learner_afterward(monkeypatch, tmp_path, dies_in):
     room, store = Room(monkeypatch), Store(tmp_path / "state")
 
     async def steps() -> Any:

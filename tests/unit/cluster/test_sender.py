@@ -51,7 +51,7 @@ class FakeLearner:
 
     async def stage(self, version: int) -> Push:
         name = f"g{len(self.sizes)}"
-        assert version == self.version or not self.version, "another policy is labelled with this version"
+        assert version == self.version or not self.version, "another policy is labeled with this version"
         return Push(version=version, target="policy", transport="distributed", channel=name, entries=())
 
     async def transmit(self) -> str | None:
@@ -162,7 +162,7 @@ def test_engine_that_did_not_take_the_policy_does_not_join() -> None:
 
 
 def test_engine_that_comes_back_during_an_update_waits_for_its_push() -> None:
-    """What the learner has then is no version yet; labelled with the last one it would be sampled from as that."""
+    """What the learner has then is no version yet; labeled with the last one it would be sampled from as that."""
     scene = Scene()
     new: Any = FakeEngine("engine-1#2")
 

@@ -190,7 +190,7 @@ EAGLE3_TAPS, DFLASH_TAPS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state
 def test_preflight_refuses(
     kind: str, break_it: Callable[[Path], None], max_model_len: int, complaint: str, tmp_path: Path
 ) -> None:
-    """vLLM loads most of these, and accepts nothing afterwards."""
+    """vLLM loads most of these, and accepts nothing afterward."""
     policy = _saved(kind, tmp_path)
     break_it(tmp_path / "drafter")
     with pytest.raises(ValueError, match=complaint):

@@ -29,15 +29,15 @@ def follow(curve: Sequence[float], num_steps: int = 40) -> tuple[int, int]:
     """RL steps of a drafter whose accepted length after so many rounds of training is known: one round in each step in
     which training is wanted, and what is worse is dropped. Returns the round that was published last, and how many
     there were."""
-    monitor, published, learnt, num_rounds = DriftMonitor(), 0, 0, 0
+    monitor, published, learned, num_rounds = DriftMonitor(), 0, 0, 0
     for _ in range(num_steps):
         monitor.observe(curve[published], 10.0)
         if not monitor.decide().train:
             continue
-        num_rounds, learnt = num_rounds + 1, min(learnt + 1, len(curve) - 1)
-        found = verdict(curve[published], curve[learnt])
-        published = learnt if found.publish else published
-        learnt = learnt if found.after >= found.before else published
+        num_rounds, learned = num_rounds + 1, min(learned + 1, len(curve) - 1)
+        found = verdict(curve[published], curve[learned])
+        published = learned if found.publish else published
+        learned = learned if found.after >= found.before else published
         monitor.note_update(found, 0.1)
     return published, num_rounds
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 against speculators' own forward pass, and the judgement of guesses."""
+"""EAGLE-3 against speculators' own forward pass, and the judgment of guesses."""
 
 from __future__ import annotations
 

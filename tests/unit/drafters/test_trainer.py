@@ -171,7 +171,7 @@ def test_workers_that_saw_the_same_are_their_own_average() -> None:
 
 
 def test_a_worker_counts_by_the_tokens_that_it_has_seen() -> None:
-    """A plain mean lets a worker that was recalled after one step undo half of what another learnt in a whole phase."""
+    """A plain mean lets a worker that was recalled after one step undo half of what another learned in a phase."""
     start = make_worker().state_dict()
     few, many = make_worker(start), make_worker(start)
     train_slice(few, 0, [(3, 9)])

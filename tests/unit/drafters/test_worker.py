@@ -157,7 +157,7 @@ def test_a_damaged_document_costs_itself_and_nothing_else(settings: WorkerSettin
 
 
 def test_process_that_a_run_waits_for_starts_like_everybody_else(settings: WorkerSettings) -> None:
-    """With a busy neighbour on every core, one of the lowest priority took minutes to start, and the run waited."""
+    """With a busy neighbor on every core, one of the lowest priority took minutes to start, and the run waited."""
     process = TrainerProcess(settings.model_copy(update={"awaited": True}))
     handle, seen = psutil.Process(process.pid), []
     try:

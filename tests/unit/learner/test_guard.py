@@ -34,7 +34,7 @@ def calm_state(k3: float = CLEAN, num_engines: int = 2, seed: int = 0) -> GuardS
         gaps = {f"engine-{i}": gap(k3 * math.exp(0.2 * random.normal())) for i in range(num_engines)}
         state, decision = decide(state, gaps)
         assert decision.level == Level.OBSERVE
-    assert state.centre == pytest.approx(math.log(k3), abs=0.3)
+    assert state.center == pytest.approx(math.log(k3), abs=0.3)
     return state
 
 

@@ -75,7 +75,7 @@ def make(model_path: Path) -> Iterator[Make]:
 
 
 def make_samples(num: int, seed: int = 0) -> list[Sample]:
-    """Samples of mixed lengths in no order, with behaviour log-probabilities somewhere near the policy's."""
+    """Samples of mixed lengths in no order, with behavior log-probabilities somewhere near the policy's."""
     random = np.random.default_rng(seed)
     samples = []
     for _ in range(num):
@@ -92,7 +92,7 @@ def make_samples(num: int, seed: int = 0) -> list[Sample]:
 
 
 def on_policy(learner: FsdpLearner, samples: list[Sample]) -> list[Sample]:
-    """The samples with the learner's own log-probabilities as behaviour: every ratio is 1."""
+    """The samples with the learner's own log-probabilities as behavior: every ratio is 1."""
     return [
         Sample(
             token_ids=sample.token_ids,
@@ -384,7 +384,7 @@ def test_correction_takes_the_ratio_against_the_learner_and_weighs_the_tokens(ma
     half.apply(own[1::2])
     assert_close(
         tensors(learner), tensors(half), atol=1e-6
-    )  # Adam's first step does not see the normaliser, which counts all
+    )  # Adam's first step does not see the normalizer, which counts all
     assert any((whole[name] - value).abs().max() > 1e-7 for name, value in tensors(learner).items())
 
 

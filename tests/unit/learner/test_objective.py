@@ -12,7 +12,7 @@ from paceline.learner.objective import (
     Mismatch,
     PolicyLoss,
     advantages,
-    loss_normaliser,
+    loss_normalizer,
     mismatch,
     policy_loss,
 )
@@ -38,7 +38,7 @@ def loss_of(
         entropy_BT=torch.where(mask_BT, 0.5, 9.0),
         advantage_B=torch.tensor(advantage),
         mask_BT=mask_BT,
-        normaliser=loss_normaliser([len(row) for row in ratios], config.loss),
+        normalizer=loss_normalizer([len(row) for row in ratios], config.loss),
         config=config,
     )
 
@@ -112,7 +112,7 @@ def test_parts_merge_to_the_whole(loss: str) -> None:
     config = ObjectiveConfig(loss=loss)  # pyright: ignore[reportArgumentType]
     ratios, advantage = [[1.1, 0.7, 1.4], [0.9]], [1.0, -1.0]
     whole = loss_of(ratios, advantage, config)
-    normaliser = loss_normaliser([3, 1], config.loss)
+    normalizer = loss_normalizer([3, 1], config.loss)
     parts = LossSums()
     for row, value in zip(ratios, advantage, strict=True):
         part = policy_loss(
@@ -122,7 +122,7 @@ def test_parts_merge_to_the_whole(loss: str) -> None:
             entropy_BT=torch.full((1, len(row)), 0.5),
             advantage_B=torch.tensor([value]),
             mask_BT=torch.ones(1, len(row), dtype=torch.bool),
-            normaliser=normaliser,
+            normalizer=normalizer,
             config=config,
         )
         parts = parts.merge(part.sums)
@@ -138,7 +138,7 @@ def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite() -> None:
         entropy_BT=torch.zeros(1, 2),
         advantage_B=torch.tensor([-1.0]),
         mask_BT=torch.ones(1, 2, dtype=torch.bool),
-        normaliser=2.0,
+        normalizer=2.0,
         config=ObjectiveConfig(),
     )
     result.loss.backward()

@@ -234,7 +234,7 @@ def test_leases_begin_where_they_leave_time_for_training() -> None:
 
 
 def test_leases_begin_again_when_idle_times_have_grown_or_the_machine_is_quiet_again() -> None:
-    """One minute with a busy neighbour must not end training for the rest of the run."""
+    """One minute with a busy neighbor must not end training for the rest of the run."""
     for later_idle_s, later_way_s in ((2.0, 0.2), (0.2, 0.01)):
         leases = Leases(["a"])
         for step in range(10):

@@ -537,7 +537,7 @@ def test_a_fault_that_stays_stops_the_run_with_its_batch(tmp_path):
         simulate(tmp_path, arena_config(GUARDED), learner=learner, save_to=str(tmp_path / "policy"))
     with np.load(tmp_path / "stopped-step-8" / "batch.npz", allow_pickle=False) as saved:
         assert set(saved["engine"]) == {"engine-0", "engine-1"}
-    assert len(learner.batches) == 5, "nothing was learnt from a broken engine"
+    assert len(learner.batches) == 5, "nothing was learned from a broken engine"
 
 
 def test_precision_is_raised_and_lowered_by_the_hook(tmp_path):

@@ -151,13 +151,13 @@ def test_a_run_that_was_ended_anywhere_samples_scores_and_learns_everything_once
     second = Life(tmp_path / "run", settings)
     assert second.run()
     assert second.recovery.step in (0, 2, 4)
-    learnt = second.learner.policy
-    assert learnt[: len(first.learner.policy)] == first.learner.policy, "a step that came again took other groups"
-    ids = [RolloutId.parse(name) for batch in learnt for name, *_ in batch]
+    learned = second.learner.policy
+    assert learned[: len(first.learner.policy)] == first.learner.policy, "a step that came again took other groups"
+    ids = [RolloutId.parse(name) for batch in learned for name, *_ in batch]
     positions = sorted((one.group_id.number, one.index) for one in ids)
     assert positions == [(group, index) for group in range(24) for index in range(2)]
     if not max_age:  # what finishes first is no chance either
-        assert learnt == whole.learner.policy
+        assert learned == whole.learner.policy
     if too_old == "wait":
         # What had finished together with its group is not sampled again.
         assert len(whole.requests) == 48
@@ -168,7 +168,7 @@ def test_a_run_that_was_ended_anywhere_samples_scores_and_learns_everything_once
     assert sorted(left) == ["step-00000005", "step-00000006"], "the others are covered by both checkpoints"
 
 
-def test_logged_rollouts_are_learnt_from_bit_for_bit_without_engine_or_reward(tmp_path):
+def test_logged_rollouts_are_learned_from_bit_for_bit_without_engine_or_reward(tmp_path):
     """All batches up to the last are logged: the second driver makes the same policy of them."""
     settings = ["run.checkpoint_every=100"]
     whole = Life(tmp_path / "whole", settings)

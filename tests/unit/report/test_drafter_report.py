@@ -233,14 +233,14 @@ def test_comparison_with_a_run_without_speculation_is_refused(tmp_path: Path):
 
 
 def seen(axes: Axes, engine: str, at_s: float) -> list[str]:
-    """What the picture says that an engine does at a time: the row is found by its label, the meaning by its colour."""
+    """What the picture says that an engine does at a time: the row is found by its label, the meaning by its color."""
     rows = {text.get_text(): y for y, text in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)}
     found: list[str] = []
     for bars in axes.collections:
         boxes = [path.get_extents() for path in bars.get_paths()]
         if any(box.x0 < at_s < box.x1 and box.y0 < rows[engine] < box.y1 for box in boxes):
-            colour = to_hex(np.asarray(bars.get_facecolor())[0].tolist())
-            found += [doing for doing, named in DOING.items() if colour == named]
+            color = to_hex(np.asarray(bars.get_facecolor())[0].tolist())
+            found += [doing for doing, named in DOING.items() if color == named]
     return found
 
 
@@ -255,7 +255,7 @@ def mistakes(axes: Axes, spans: list[tuple[str, str, float, float]]) -> list[tup
     return [span for span in spans if seen(axes, span[0], (span[2] + span[3]) / 2) != [span[1]]]
 
 
-def test_timeline_shows_every_span_in_the_row_of_its_engine_and_in_its_colour():
+def test_timeline_shows_every_span_in_the_row_of_its_engine_and_in_its_color():
     assert mistakes(drawn(SPANS), SPANS) == []
 
 

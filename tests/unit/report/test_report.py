@@ -186,7 +186,7 @@ def test_rollouts_of_the_next_step_keep_an_engine_busy_in_an_asynchronous_run():
     assert occupancy([STEP_1, ahead], within=STEP_1.window).tail == []
 
 
-def test_an_engine_that_was_lost_is_not_idle_afterwards():
+def test_an_engine_that_was_lost_is_not_idle_afterward():
     without_b = rollouts(2, ["a"], [(0, 20.0, 30.0)])
     assert occupancy([STEP_1, without_b]).idle_share == pytest.approx(6 / 30)
 
@@ -536,7 +536,7 @@ def test_a_long_run_is_not_held_in_memory_as_python_objects(tmp_path: Path):
     assert peak < 2.5 * size
 
 
-def test_engines_are_not_called_idle_in_steps_whose_neighbours_are_not_recorded(tmp_path: Path):
+def test_engines_are_not_called_idle_in_steps_whose_neighbors_are_not_recorded(tmp_path: Path):
     """In asynchronous training an engine works on the next step already, and details of that may have been dropped."""
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.write("run", {"config": {"run": {"max_age": 1}}})

@@ -136,6 +136,6 @@ def test_script_names_keys_that_are_not_there(
 
 
 def test_nothing_found_is_no_success(tmp_path: Path) -> None:
-    """Pages whose marks were misspelt would otherwise pass unread."""
+    """Pages whose marks were misspelled would otherwise pass unread."""
     (tmp_path / "page.md").write_text("<!-- key: verl 1 -->\n```bash\na.b=1\n```\n")
     assert SCRIPT["main"]([str(tmp_path)], tmp_path) == 1

@@ -55,7 +55,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The steps that were taken, in place of what they do."""
     done: list[str] = []
-    for name in ("_initialise_amx", "_register_backend", "_watch_arguments", "_mend_sampler"):
+    for name in ("_initialize_amx", "_register_backend", "_watch_arguments", "_mend_sampler"):
         monkeypatch.setattr(plugin, name, step(name, done))
     return done
 
@@ -87,10 +87,10 @@ def test_importing_the_plugin_needs_the_standard_library_only() -> None:
 def test_known_vllm_gets_every_step_and_one_line(vllm, taken: list[str], lines: list[logging.LogRecord]) -> None:
     for _ in range(2):
         plugin.register()
-    assert taken == ["_initialise_amx", "_register_backend", "_watch_arguments"] * 2
+    assert taken == ["_initialize_amx", "_register_backend", "_watch_arguments"] * 2
     (record,) = lines
     assert record.levelno == logging.INFO
-    assert "plugin paceline: _initialise_amx done; _register_backend done" in record.getMessage()
+    assert "plugin paceline: _initialize_amx done; _register_backend done" in record.getMessage()
     plugin.mend()
     assert taken[-1] == "_mend_sampler" and len(lines) == 2
 
@@ -122,7 +122,7 @@ def test_who_sets_the_variable_is_warned_that_nothing_is_done(
 def test_older_vllm_gets_no_weight_wire(vllm, lines: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its transfer factory is another; that must cost neither the engine nor what hosts get."""
     vllm.__version__ = "0.24.0"
-    monkeypatch.setattr(plugin, "_initialise_amx", lambda: "no AMX")
+    monkeypatch.setattr(plugin, "_initialize_amx", lambda: "no AMX")
     plugin.register()
     (record,) = lines
     assert record.levelno == logging.INFO
@@ -149,7 +149,7 @@ def test_step_that_fails_costs_itself_only(
     monkeypatch.setattr(plugin, "_mend_sampler", step("_mend_sampler", taken, error))
     plugin.register()
     plugin.mend()
-    assert taken == ["_initialise_amx", "_register_backend", "_watch_arguments", "_mend_sampler"]
+    assert taken == ["_initialize_amx", "_register_backend", "_watch_arguments", "_mend_sampler"]
     assert [record.levelno for record in lines] == [logging.WARNING] * 2
     assert "register backend failed" in lines[0].getMessage() and "gone" in lines[0].getMessage()
 

@@ -35,5 +35,5 @@ def test_labels_that_do_not_cover_the_response_are_refused():
 )
 def test_without_labels_a_rollout_counts_from_its_submission(num_tokens, now, expected):
     """vLLM 0.30 and 0.31."""
-    unlabelled: Any = SimpleNamespace(token_ids=[0] * num_tokens)
-    assert version_spans(unlabelled, 2, now) == expected
+    unlabeled: Any = SimpleNamespace(token_ids=[0] * num_tokens)
+    assert version_spans(unlabeled, 2, now) == expected

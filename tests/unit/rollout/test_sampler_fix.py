@@ -12,14 +12,14 @@ import torch
 from paceline.rollout import plugin
 from paceline.rollout.internals import sampler_fix
 from paceline.rollout.internals import version as versions
-from paceline.rollout.internals.platform import initialise_amx
+from paceline.rollout.internals.platform import initialize_amx
 
 pytest.importorskip("vllm", reason="asks the installed vLLM")
 
 
 @pytest.fixture
 def stock_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own function, put back afterwards whatever the test does to it."""
+    """vLLM's own function, put back afterward whatever the test does to it."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
@@ -98,9 +98,9 @@ def test_sampler_without_dispatchers_is_mended(monkeypatch: pytest.MonkeyPatch) 
     assert sampler_fix.sampler_is_sound()
 
 
-def test_amx_is_initialised_where_the_cpu_has_it() -> None:
+def test_amx_is_initialized_where_the_cpu_has_it() -> None:
     flags = Path("/proc/cpuinfo").read_text().split()
-    assert initialise_amx() == ("amx_tile" in flags)
+    assert initialize_amx() == ("amx_tile" in flags)
 
 
 def test_plugin_can_be_loaded_twice() -> None:

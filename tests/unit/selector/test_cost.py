@@ -49,7 +49,7 @@ def ratio(model: CostModel, num_requests: int, k: int) -> float:
 
 
 @pytest.mark.parametrize("shape", [cpu, gpu])
-def test_ratios_between_draft_lengths_are_learnt_under_noise_and_drift(shape) -> None:
+def test_ratios_between_draft_lengths_are_learned_under_noise_and_drift(shape) -> None:
     errors = []
     for seed in range(3):
         model = trained(SteppingEngine(shape, GOOD, seed=seed), seed=seed)
@@ -61,7 +61,7 @@ def test_ratios_between_draft_lengths_are_learnt_under_noise_and_drift(shape) ->
     assert np.max(errors) < 0.3
 
 
-def test_first_pass_that_runs_without_drafts_too_is_learnt_as_a_cost_of_every_step() -> None:
+def test_first_pass_that_runs_without_drafts_too_is_learned_as_a_cost_of_every_step() -> None:
     """On vLLM's V2 runner EAGLE's first pass runs at k = 0 as well (target_dependent_ar/speculator.py, `propose`). A
     model that takes k = 0 for plain decoding would believe that the first draft token costs a pass more than it does,
     and stop drafting where drafts pay."""

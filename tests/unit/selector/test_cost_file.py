@@ -78,7 +78,7 @@ def test_a_file_of_anything_else_is_refused_with_what_differs(
 
 
 def test_the_refusal_names_the_command_that_measures_the_right_file(policy: Path, tmp_path: Path) -> None:
-    """Costs of another precision would send the selector to the wrong length until it has unlearnt them."""
+    """Costs of another precision would send the selector to the wrong length until it has unlearned them."""
     file = measured(policy, tmp_path / "costs.json")
     command = (
         rf"paceline tune {policy} --drafter ngram --out DIR "

@@ -31,7 +31,7 @@ def tlt_memory() -> GraphMemory:
 
 def test_memory_model_grows_as_tlt_measured() -> None:
     """The first two figures fix the model, the third checks it within 10 %. The paper's buckets are not known to us: a
-    range of batch sizes per strategy, neighbours sharing the size at which they meet, is an assumption."""
+    range of batch sizes per strategy, neighbors sharing the size at which they meet, is an assumption."""
     memory, grid = tlt_memory(), batch_grid(64)
     assert memory.gigabytes((n, 7) for n in grid) == pytest.approx(ONE)
     assert memory.gigabytes((n, k) for n in grid for k in STRATEGIES) == pytest.approx(NAIVE)

@@ -25,7 +25,7 @@ def measured() -> Selector:
 
 @pytest.mark.parametrize("shape", [cpu, gpu, ridge, tiled])
 def test_default_selector_learns_in_half_the_steps(shape: Seconds) -> None:
-    """Why it is the default and not this one. Once both have learnt, the bench `rollout` cannot tell them apart."""
+    """Why it is the default and not this one. Once both have learned, the bench `rollout` cannot tell them apart."""
     assert _steps_to_learn(measured, shape) <= 0.5 * _steps_to_learn(simple, shape)
     assert _first_batch(measured, shape) >= 1.02 * _first_batch(simple, shape)
 
@@ -43,7 +43,7 @@ def _steps_to_learn(selector: Callable[[], Selector], shape: Seconds, window: in
 
 
 def _first_batch(selector: Callable[[], Selector], shape: Seconds) -> float:
-    """Speed of a batch that begins with nothing learnt, of the best; median over seeds."""
+    """Speed of a batch that begins with nothing learned, of the best; median over seeds."""
     return median(
         SteppingEngine(shape, GOOD, seed=seed).play(selector(), long_tail(seed)).of_hindsight for seed in range(6)
     )
@@ -67,7 +67,7 @@ def test_useless_drafter_is_left_alone() -> None:
     assert SteppingEngine(cpu, USELESS, seed=8).play(selector, long_tail(8)).of_plain >= 0.93
 
 
-def test_one_step_in_fifty_is_a_probe_of_a_neighbour() -> None:
+def test_one_step_in_fifty_is_a_probe_of_a_neighbor() -> None:
     """More would cost speed, fewer would never notice that another length has become the best."""
     chosen = SteppingEngine(cpu, GOOD, seed=0, noise=0, outliers=0, drift=0).hold(simple(), 16, 1000)[100:, 0]
     usual = np.bincount(chosen.astype(int)).argmax()

@@ -11,7 +11,7 @@ from paceline.sessions.train import new_directory, run
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "centered"])
-def test_groups_of_one_rollout_are_refused_because_nothing_would_be_learnt(advantage: str) -> None:
+def test_groups_of_one_rollout_are_refused_because_nothing_would_be_learned(advantage: str) -> None:
     config = arena_config(["rollout.group_size=1", f"objective.advantage={advantage}"])
     with pytest.raises(
         ValueError, match=rf"rollout\.group_size: got 1 with objective\.advantage '{advantage}'.*because"

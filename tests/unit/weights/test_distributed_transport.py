@@ -81,8 +81,8 @@ def test_message_is_the_one_of_shared_memory() -> None:
     shared, sender = ShmSender(), DistributedSender(CPU)
     sender.host("127.0.0.1", 1, 5.0)
     try:
-        one = shared.stage(3, tensors.items(), quantised=True, kv_scales=scales)
-        two = sender.stage(3, tensors.items(), quantised=True, kv_scales=scales)
+        one = shared.stage(3, tensors.items(), quantized=True, kv_scales=scales)
+        two = sender.stage(3, tensors.items(), quantized=True, kv_scales=scales)
     finally:
         shared.close()
         sender.close()
@@ -130,7 +130,7 @@ def test_weights_are_not_read_before_the_device_is_done_with_them(monkeypatch: p
         assert calls[0] == "wait for cpu" and calls.count("broadcast") == 2  # the sender's and the worker's
 
 
-def test_waiting_for_a_device_synchronises_gpus_and_only_those(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_device_synchronizes_gpus_and_only_those(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda.synchronize raises where there is no GPU, and nothing else waits for all streams where there is."""
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)

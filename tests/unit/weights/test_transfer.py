@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from paceline.files import sweep_segments
-from paceline.fp8 import KvScales, Sharding, quantise_blocks
+from paceline.fp8 import KvScales, Sharding, quantize_blocks
 from paceline.types import PushRefusedError
 from paceline.weights.check import TensorSpec, check_precision, check_push, inventory
 from paceline.weights.deliver import deliver
@@ -206,21 +206,21 @@ def test_segment_that_is_not_ours_is_refused(sender: ShmSender, segment: str) ->
     assert segment in refusal(replace(push, channel=segment), specs(weights()))
 
 
-def test_quantised_push_names_what_an_fp8_engine_must_hold(sender: ShmSender) -> None:
+def test_quantized_push_names_what_an_fp8_engine_must_hold(sender: ShmSender) -> None:
     """Fingerprints of the reference come with the push; those of the BF16 bytes stay as they are."""
     layer = {
         "model.layers.0.self_attn.o_proj.weight": torch.randn(40, 60).bfloat16(),
         "model.norm.weight": torch.ones(60),
     }
-    plain, push = sender.stage(1, layer.items()), sender.stage(1, layer.items(), quantised=True)
-    reference = quantise_blocks(layer["model.layers.0.self_attn.o_proj.weight"])
+    plain, push = sender.stage(1, layer.items()), sender.stage(1, layer.items(), quantized=True)
+    reference = quantize_blocks(layer["model.layers.0.self_attn.o_proj.weight"])
     assert push.entries == plain.entries
-    (quantised,) = push.quantised
-    assert quantised == {
+    (quantized,) = push.quantized
+    assert quantized == {
         "model.layers.0.self_attn.o_proj.weight.fp8": fingerprint(reference.codes_NK),
         "model.layers.0.self_attn.o_proj.weight.scale": fingerprint(reference.scale),
     }
-    assert set(push.fingerprints) == set(layer) | set(quantised)
+    assert set(push.fingerprints) == set(layer) | set(quantized)
 
 
 def test_scales_are_part_of_what_must_be_held_and_survive_json(sender: ShmSender) -> None:
@@ -249,7 +249,7 @@ def test_push_for_another_precision_or_with_old_scales_is_refused(
         transport="shared_memory",
         channel="",
         entries=(),
-        quantised=({"a": "b"},),
+        quantized=({"a": "b"},),
         kv_scales=scales,
     )
     with pytest.raises(PushRefusedError, match=why):
@@ -463,13 +463,13 @@ def test_worker_that_holds_the_shard_of_another_is_found(sender: ShmSender) -> N
     """Compared with the reference of the first worker, every other worker's sound shard would be called wrong, and a
     copy of the first one's right."""
     layer = {"model.layers.0.self_attn.o_proj.weight": torch.randn(40, 60).bfloat16()}
-    push = sender.stage(5, layer.items(), quantised=True, sharding=Sharding(num_workers=2))
-    assert len(push.quantised) == 2
+    push = sender.stage(5, layer.items(), quantized=True, sharding=Sharding(num_workers=2))
+    assert len(push.quantized) == 2
     engine = FakeEngine(specs(layer), num_workers=2)
     assert asyncio.run(deliver(engine, push)).ok
-    engine.forge = dict(push.quantised[0])
+    engine.forge = dict(push.quantized[0])
     receipt = asyncio.run(deliver(engine, push))
-    assert (receipt.lost, receipt.mismatched) == (True, tuple(sorted(push.quantised[1])))
+    assert (receipt.lost, receipt.mismatched) == (True, tuple(sorted(push.quantized[1])))
 
 
 def test_engine_that_reports_other_fingerprints_is_lost(sender: ShmSender) -> None:

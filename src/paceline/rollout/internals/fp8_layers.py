@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 
-def quantised_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def quantized_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield names and modules of the layers quantized at load."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineLinearMethod

@@ -36,7 +36,7 @@ def has_amx() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
-def initialise_amx() -> bool:
+def initialize_amx() -> bool:
     """Request AMX state from the kernel; return whether AMX is usable in this process."""
     import torch
 
