@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,7 @@ DeviceKind = Literal["cpu", "gpu"]
 Purpose = Literal["train", "eval"]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GroupId:
+class GroupId(NamedTuple):  # hashed in C, because the fleet hashes ids several times per rollout
     """Identity of a group of rollouts. An aborted group is sampled again as another attempt.
 
     Example: str(GroupId(17, attempt=1)) == "17.1/train"
@@ -34,7 +33,6 @@ class GroupId:
 
     number: int
     """Position among the prompts of its purpose."""
-    _: KW_ONLY
     attempt: int = 0
     purpose: Purpose = "train"
 
@@ -47,15 +45,14 @@ class GroupId:
         return cls(int(number), attempt=int(attempt), purpose=cast("Purpose", purpose))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RolloutId:
+class RolloutId(NamedTuple):
     """Identity of a rollout: its group and its index in the group.
 
     Example: str(RolloutId(GroupId(17), 3)) == "17.0/train:3"
     """
 
     group_id: GroupId
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]  hides tuple.index, which nothing calls
 
     def __str__(self) -> str:
         return f"{self.group_id}:{self.index}"

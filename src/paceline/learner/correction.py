@@ -73,7 +73,7 @@ class Ratios:
         return cls(
             log_N=log_N,
             rollout_N=np.repeat(np.arange(len(lengths)), lengths),
-            place_N=np.concatenate([np.arange(length) for length in (*lengths, 0)]),
+            place_N=np.arange(len(log_N)) - np.repeat(np.cumsum(lengths, dtype=np.int64) - lengths, lengths),
             num_rollouts=len(lengths),
         )
 
@@ -91,14 +91,15 @@ class Ratios:
 def drawn_by(samples: Sequence[Sample], version: int) -> npt.NDArray[np.bool_]:
     """Return for every response token whether this policy version drew it. Older tokens also differ by the updates
     since then, which is unrelated to the engine."""
-    parts = [np.zeros(0, np.bool_)]
+    is_drawn: list[bool] = []
+    lengths: list[int] = []
     for sample in samples:
-        num_tokens = len(sample.logp)
-        versions, lengths = zip(*(sample.version_spans or ((version, num_tokens),)), strict=True)
-        parts.append(
-            np.repeat(np.array(versions) == version, lengths)[:num_tokens]
-        )  # simulated samples have fewer logp
-    return np.concatenate(parts)
+        left = len(sample.logp)  # simulated samples have fewer logp than tokens
+        for span_version, length in sample.version_spans or ((version, left),):
+            is_drawn.append(span_version == version)
+            lengths.append(min(length, left))
+            left -= lengths[-1]
+    return np.repeat(np.array(is_drawn, np.bool_), lengths)
 
 
 def weights(ratios: Ratios, config: CorrectionConfig) -> Doubles:

@@ -176,8 +176,12 @@ def _odd_ones(state: GuardState, judged: Mapping[str, EngineGap]) -> tuple[str, 
     if len(judged) == 1:
         sudden = math.inf if state.center is None or state.raised else _STEEPNESS[Level.RAISE_PRECISION] * limit
         return tuple(name for name, gap in judged.items() if gap.k3 > sudden)
-    others = {name: median(gap.k3 for other, gap in judged.items() if other != name) for name in judged}
-    return tuple(name for name, gap in judged.items() if gap.k3 > max(limit, _TIMES_OTHERS * others[name]))
+    return tuple(
+        name
+        for name, gap in judged.items()
+        if gap.k3 > limit
+        and gap.k3 > _TIMES_OTHERS * median(other.k3 for place, other in judged.items() if place != name)
+    )
 
 
 def _answer_noise(state: GuardState, k3: float, can_raise: bool) -> tuple[GuardState, GuardDecision]:

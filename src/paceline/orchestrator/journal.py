@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from paceline.files import sha256_of
 from paceline.metrics import Max, Mean, Metrics, Recorder, Sum
 from paceline.orchestrator import engine_counters
@@ -100,7 +102,7 @@ class Journal:
         start_s = [round(rollout.started_s - self.run_began_s, 4) for rollout in rollouts]
         end_s = [round(rollout.finished_s - self.run_began_s, 4) for rollout in rollouts]
         columns = {
-            "group": [str(rollout.group_id) for rollout in rollouts],
+            "group": [text for group in groups for text in [str(group.group_id)] * len(group.rollouts)],
             "index": [rollout.index for rollout in rollouts],
             "engine": [index_of[rollout.engine] for rollout in rollouts],
             "start_s": start_s,
@@ -237,9 +239,9 @@ def _texts(groups: Sequence[Group], rewards: Rewards, decode: Callable[[Tokens],
 
 def _checksum(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> str:
     """Return a checksum of the training data of a step, equal for two runs with equal rollouts in equal order."""
-    parts = (part for rollout in rollouts for part in (rollout.prompt_ids, rollout.token_ids, rollout.logp))
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    return sha256_of([*(part.tobytes() for part in parts), repr((lengths, list(rewards))).encode()])
+    columns = ([getattr(rollout, name) for rollout in rollouts] for name in ("prompt_ids", "token_ids", "logp"))
+    lengths = [(len(rollout.prompt_ids), len(rollout.token_ids)) for rollout in rollouts]
+    return sha256_of([*(np.concatenate(column).data for column in columns), repr((lengths, list(rewards))).encode()])
 
 
 def _cut(text: str) -> str:

@@ -89,9 +89,7 @@ class Ledger:
         """Add the requests of one group, with indices from 0."""
         group_id = requests[0].group_id
         assert group_id not in self._groups, f"group {group_id} is open"
-        assert [r.id for r in requests] == [RolloutId(group_id, i) for i in range(len(requests))], (
-            "indices count from 0"
-        )
+        assert [r.index for r in requests] == list(range(len(requests))), "indices count from 0"
         self._groups[group_id] = group = _OpenGroup(
             group_id, prompt, (batch, -expected_length), deque(requests), [None] * len(requests), len(requests)
         )

@@ -72,9 +72,10 @@ class Members:
     def register(self, engine: Engine) -> None:
         """Note an engine that is about to start."""
         assert engine.name not in self._names, f"engine {engine.name} was registered before; names are unique"
-        assert place_of(engine.name) not in map(place_of, self._alive), f"the place of {engine.name} is taken"
+        place = place_of(engine.name)
+        assert place not in self._newest or self._newest[place].name not in self._alive, f"{place} is taken"
         self._names.add(engine.name)
-        self._newest[place_of(engine.name)] = engine
+        self._newest[place] = engine
 
     def join(self, engine: Engine) -> None:
         if self._newest.get(place_of(engine.name)) is not engine:

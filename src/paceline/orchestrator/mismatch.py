@@ -82,7 +82,7 @@ class MismatchMonitor:
         began_s, learner_logp = clock_s(), scores.logp
         ratios = self._of_engines(Ratios.of([sample.logp for sample in samples], learner_logp), samples, version)
         gaps = gaps_by_engine(samples, ratios)
-        finite = all(np.isfinite(logp).all() for logp in learner_logp)
+        finite = bool(np.isfinite(np.concatenate([*learner_logp, np.zeros(0)])).all())
         state, decision = decide(self._state, gaps, learner_is_finite=finite, can_raise=self._can_raise)
         acting = self._config.guard.mode == "act"
         if not acting:  # nothing was done
@@ -103,9 +103,10 @@ class MismatchMonitor:
             decision = GuardDecision(level=Level.OBSERVE)
         correction = least_correction(self._config.correction, decision.level)
         corrected = correct(samples, learner_logp, correction)
-        for weight in (sample.weight for sample in corrected if sample.weight is not None):
-            self._journal.metrics.add("correction/weight_mean", Mean(float(weight.sum()), len(weight)))
-            self._journal.metrics.add("correction/masked_share", Mean(float((weight == 0).sum()), len(weight)))
+        if weights := [sample.weight for sample in corrected if sample.weight is not None]:
+            weight_N = np.concatenate(weights)
+            self._journal.metrics.add("correction/weight_mean", Mean(float(weight_N.sum()), len(weight_N)))
+            self._journal.metrics.add("correction/masked_share", Mean(float((weight_N == 0).sum()), len(weight_N)))
         self._journal.metrics.add("mismatch/cost_s", Sum(clock_s() - began_s))
         pending = scores.pending
         if pending is not None and pending.correction != correction:

@@ -76,12 +76,14 @@ def run_virtual(work: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, float]:
         return result, runner.get_loop().time()
 
 
-_ZERO = {np.int32: np.zeros(1, np.int32), np.float32: np.zeros(1, np.float32)}
+_ZEROS: dict[type[Any], Any] = {np.int32: np.zeros(1024, np.int32), np.float32: np.zeros(1024, np.float32)}
 
 
 def _zeros(length: int, dtype: type[Any]) -> Any:
-    """Return one broadcast zero: only lengths of simulated rollouts are read."""
-    return np.broadcast_to(_ZERO[dtype], length)
+    """Return a view of shared zeros: only lengths of simulated rollouts are read."""
+    if length > len(_ZEROS[dtype]):
+        _ZEROS[dtype] = np.zeros(2 * length, dtype)
+    return _ZEROS[dtype][:length]
 
 
 def finished_rollout(
