@@ -141,9 +141,8 @@ class Recovery:
 
     async def finish(self) -> None:
         """Wait until the last checkpoint has its final name."""
-        task, self._sealing = self._sealing, None
-        if task is not None:
-            await task
+        if self._sealing is not None:
+            await self._sealing
 
     def _find(self, store: Store) -> None:
         store.tidy()
