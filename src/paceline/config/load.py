@@ -29,8 +29,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             tree = read(file.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError) as error:  # syntax, encoding, too many digits, too deep nesting
             raise ValueError(f"config: {file} is not {name}: {error}") from None
-    for override in overrides:
-        _apply(tree, override)
+    _apply(tree, overrides)
     tree.setdefault("policy", {})  # so that the error names the key policy.model, not the section
     try:
         return Config.model_validate(tree)
@@ -41,8 +40,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Read `a.b=value` words as a nested dict."""
     tree: dict[str, Any] = {}
-    for override in overrides:
-        _apply(tree, override)
+    _apply(tree, overrides)
     return tree
 
 
@@ -103,7 +101,13 @@ def _kind(variant: type[Section]) -> str:
     return variant.model_fields["kind"].default
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _apply(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply overrides in order, but kinds first, because a kind drops the keys of the file that it does not have."""
+    for override in sorted(overrides, key=lambda override: not override.partition("=")[0].rstrip().endswith(".kind")):
+        _set(tree, override)
+
+
+def _set(tree: dict[str, Any], override: str) -> None:
     """Set one dotted key to a TOML value, or to the bare text if it is not TOML."""
     key, equals, text = (part.strip() for part in override.partition("="))
     if not equals or not key:
@@ -117,4 +121,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
             raise ValueError(f"override: {key!r} goes through {part!r}, which is a value")
+    variants = dict(fields_of(Config)).get(".".join(path), []) if leaf == "kind" else []
+    if len(variants) > 1:
+        known = {name for variant in variants if _kind(variant) == value for name in variant.model_fields}
+        for name in tree.keys() - known:
+            del tree[name]
     tree[leaf] = value

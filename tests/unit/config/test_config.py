@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from contexts import arena_config
-from paceline.config import Config, EngineConfig, JsonlData, load_config
+from paceline.config import Config, EngineConfig, HubData, JsonlData, load_config
 
 
 def parsed(overrides: Sequence[str] = ()) -> Config:
@@ -68,6 +68,20 @@ def test_override_is_read_as_toml_and_else_as_text(override: str, read, value: o
 def test_kind_of_data_chooses_its_settings():
     config = parsed(["data.kind=jsonl", "data.path=a.jsonl", "data.reward=reward.py:score"])
     assert config.data == JsonlData(path=Path("a.jsonl"), reward="reward.py:score")
+
+
+def test_another_kind_drops_the_files_keys_that_it_does_not_have(tmp_path: Path):
+    file = tmp_path / "a.toml"
+    file.write_text("policy.model = 'm'\n[data]\nkind = 'jsonl'\npath = 'a'\neval_path = 'b'\nreward = 'r.py:f'\n")
+    config = load_config(file, ["data.split=test", "data.kind=datasets"])
+    assert config.data == HubData(path="a", split="test", reward="r.py:f")
+    with pytest.raises(ValueError, match=r"^data\.eval_path: unknown key"):
+        load_config(file, ["data.eval_path=c", "data.kind=datasets"])
+
+
+def test_arena_file_takes_another_kind_of_data():
+    data = ["data.kind=jsonl", "data.path=a.jsonl", "data.reward=reward.py:score"]
+    assert arena_config(data).data == JsonlData(path=Path("a.jsonl"), reward="reward.py:score")
 
 
 @pytest.mark.parametrize(
