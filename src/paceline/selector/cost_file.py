@@ -147,11 +147,12 @@ def require_same(path: Path, wanted: Conditions, *, model: str, drafter_path: st
     found = ["it names none"] if costs.measured_on is None else differences(costs.measured_on, wanted)
     if not found:
         return
-    settings = [model, f"--drafter {drafter_path or wanted.drafter}", "--out DIR"]
+    words = [model]
     for name in _ENGINE_SETTINGS:
         value = getattr(wanted, name)
-        settings.append(f"rollout.engine.{name}={str(value).lower() if isinstance(value, bool) else value}")
+        words.append(f"rollout.engine.{name}={str(value).lower() if isinstance(value, bool) else value}")
+    words += [f"--drafter {drafter_path or wanted.drafter}", "--out DIR"]  # settings after options are not parsed
     raise ValueError(
         f"speculation.selector.costs: {path} was measured under other conditions ({'; '.join(found)}); must be of "
-        f"these engines: `paceline tune {' '.join(settings)}` measures them"
+        f"these engines: `paceline tune {' '.join(words)}` measures them"
     )

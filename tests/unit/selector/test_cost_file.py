@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline import cli
 from paceline.config import Config, EngineConfig
 from paceline.measure import machine
 from paceline.selector.cost_file import (
@@ -81,13 +83,15 @@ def test_the_refusal_names_the_command_that_measures_the_right_file(policy: Path
     """Costs of another precision would send the selector to the wrong length until it has unlearned them."""
     file = measured(policy, tmp_path / "costs.json")
     command = (
-        rf"paceline tune {policy} --drafter ngram --out DIR "
-        r"rollout\.engine\.dtype=bfloat16 rollout\.engine\.weights=fp8 .*rollout\.engine\.compile=false`"
+        rf"`paceline (tune {policy} rollout\.engine\.dtype=bfloat16 rollout\.engine\.weights=fp8 .*"
+        r"rollout\.engine\.compile=false --drafter ngram --out DIR)`"
     )
-    with pytest.raises(ValueError, match=command):
+    with pytest.raises(ValueError, match=command) as refused:
         check_costs(config(policy, file, weights="fp8"), policy)
+    found = re.search(command, str(refused.value))
+    assert found and "rollout.engine.weights=fp8" in cli.parse(found[1].split()).overrides
     here = Conditions.here(policy, drafter="eagle3", engine=EngineConfig())
-    with pytest.raises(ValueError, match=r"paceline tune arena:small --drafter arena:small/eagle3 "):
+    with pytest.raises(ValueError, match=r"paceline tune arena:small .* --drafter arena:small/eagle3 "):
         require_same(file, here, model="arena:small", drafter_path="arena:small/eagle3")
 
 
