@@ -75,9 +75,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(name: str, options: argparse.Namespace, context: Context) -> int:
-    from paceline.measure import CpuTimes, meanwhile
+    from benchmarks.harness import cpu_times, meanwhile
 
-    bench, before = BENCHES[name], CpuTimes.now()
+    bench, before = BENCHES[name], cpu_times()
     module, _, function = bench.run.partition(":")
     run = getattr(import_module(f"benchmarks.{module}"), function)
     record: Record = run(options.overrides if bench.settings else [], context)

@@ -54,7 +54,7 @@ from paceline.orchestrator.task import Task
 from paceline.sessions.draft import WarmStart, train_drafter
 from paceline.sessions.train import load_tokenizer, with_drafter
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
-from paceline.types import GroupId, Learner, Prompt, RolloutRequest, Sample, Scores
+from paceline.types import Learner, Prompt, RolloutRequest, Sample, Scores
 
 SEEDS = (0, 1, 2)
 STEPS, PAIRS, RECALLS = 40, 16, 210
@@ -193,14 +193,9 @@ async def _accepted_length(
     receipts = await cluster.sender.send_drafter(drafter, version)
     assert all(receipt.ok for receipt in receipts), receipts
     length = config.rollout.max_tokens
-    requests = [_request(number, prompt, max_tokens=length) for number, prompt in enumerate(prompts)]
+    requests = [RolloutRequest.of(prompt, n, max_tokens=length, temperature=1.0) for n, prompt in enumerate(prompts)]
     rollouts = await generate_on_all(cluster.engines, requests)
     return 1 + sum(r.num_accepted for r in rollouts) / sum(r.num_verifications for r in rollouts)
-
-
-def _request(number: int, prompt: Prompt, *, max_tokens: int) -> RolloutRequest:
-    ids = prompt.token_ids
-    return RolloutRequest(group_id=GroupId(number), index=0, prompt_ids=ids, max_tokens=max_tokens, temperature=1.0)
 
 
 async def _pairs(config: Config, metrics: Path, recalls: int, context: Context) -> tuple[list[Pair], list[float]]:
@@ -213,7 +208,7 @@ async def _pairs(config: Config, metrics: Path, recalls: int, context: Context) 
         learner = cast("Learner", _HoldingLearner(parts.learner, turns))
         await train(replace(parts, drafter=cast("OnlineDrafter", turns), learner=learner), config, recorder)
         if recalls:
-            request = _request(0, next(task.prompts), max_tokens=1)
+            request = RolloutRequest.of(next(task.prompts), 0, max_tokens=1, temperature=1.0)
             recall_s = await _recalls(cluster, recorder, request, recalls)
     recorder.close()
     return pairs_of(read_metrics(metrics)["step"]), recall_s

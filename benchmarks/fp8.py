@@ -26,7 +26,7 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -38,14 +38,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import Record
 from benchmarks.workload import ENGINE, MODEL, SOURCE, arena_requests, one_of, rate
-from paceline.config import (
-    EagleDrafter,
-    EngineConfig,
-    FixedSelector,
-    LearnerConfig,
-    ObjectiveConfig,
-    SpeculationConfig,
-)
+from paceline.config import EagleDrafter, EngineConfig, FixedSelector, LearnerConfig, ObjectiveConfig, SpeculationConfig
 from paceline.context import Context
 from paceline.fp8 import KvScales
 from paceline.learner.fsdp import FsdpLearner
@@ -107,9 +100,7 @@ def run(overrides: Sequence[str], context: Context) -> Record:
 def _speculation(drafter: Path) -> SpeculationConfig:
     longest = max(LENGTHS)
     return SpeculationConfig(
-        drafter=EagleDrafter(path=str(drafter)),
-        max_draft_length=longest,
-        selector=FixedSelector(draft_length=longest),
+        drafter=EagleDrafter(path=str(drafter)), max_draft_length=longest, selector=FixedSelector(draft_length=longest)
     )
 
 
@@ -197,11 +188,8 @@ class _Trainer:
 
 def _trainer(stack: ExitStack, path: Path) -> _Trainer:
     config = LearnerConfig(world_size=1, dtype="float32", learning_rate=2e-5, microbatch_tokens=4096)
-    learner = FsdpLearner(path, config, ObjectiveConfig(), temperature=1.0, seed=0)
-    stack.callback(learner.close)
-    sender = ShmSender()
-    stack.callback(sender.close)
-    return _Trainer(learner, sender)
+    learner = stack.enter_context(closing(FsdpLearner(path, config, ObjectiveConfig(), temperature=1.0, seed=0)))
+    return _Trainer(learner, stack.enter_context(closing(ShmSender())))
 
 
 @asynccontextmanager
@@ -244,9 +232,7 @@ async def _scales(model_path: Path, context: Context) -> dict[str, list[float]]:
         trainer = _trainer(stack, path)
         learner = trainer.learner
         requests = arena_requests(path, num_prompts=_PROMPTS * (_ROUNDS + 1), group_size=1, max_tokens=640, seed=0)
-        async with _engine(
-            path, EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=0.5, kv_cache="fp8")
-        ) as engine:
+        async with _engine(path, SAMPLING.model_copy(update=ARMS["kv"])) as engine:
             rollouts = await generate_all(engine, requests[:_TRAINED_ON])
             for version in range(1, _ROUNDS + 1):
                 # Arbitrary rewards: the policy only has to move.

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
+
+import numpy as np
+import psutil
 
 from paceline.cli.common import CONFIGS
 from paceline.config import load_config
 from paceline.context import Context
-from paceline.measure import Goal, Result, environment, middle, paired
+from paceline.measure import Goal, Result, environment
 from paceline.report.recorded import RecordedRun, read_run
 from paceline.sessions.train import run as run_session
 
 ARENA = CONFIGS / "arena.toml"
+_RESAMPLES = 10_000
 T = TypeVar("T")
+
+
+def cpu_times() -> dict[str, float]:
+    """Return seconds of the machine's CPUs since boot by use."""
+    times = psutil.cpu_times()._asdict()
+    return {use: seconds for use, seconds in times.items() if not use.startswith("guest")}  # also in user and nice
+
+
+def meanwhile(before: Mapping[str, float], now: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return shares of the machine's CPU time since `before`, and the current load.
+
+    `steal` is time that the hypervisor took, `nice` of processes of low priority, which yield to the measurement."""
+    spent_s = {use: seconds - before[use] for use, seconds in (now or cpu_times()).items()}
+    total_s = sum(spent_s.values()) or 1.0
+    shares = {f"{use}_share": spent_s[use] / total_s for use in ("steal", "nice")}
+    return {**shares, "load_1min": os.getloadavg()[0]}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,14 +61,18 @@ class Record:
 
     def median(self, name: str, values: Sequence[float]) -> None:
         """Add the median, with the range as its spread."""
-        self.add(name, *middle(values))
+        self.add(name, median(values), max(values) - min(values))
 
     def ratios(self, ratios: Mapping[str, Sequence[float]]) -> None:
-        """Add medians of ratios of arms that were measured side by side, with their 95 % bootstrap intervals."""
-        figures, spread, pairs = paired(ratios)
-        self.figures |= figures
-        self.spread |= spread
-        self.details.setdefault("paired", {}).update(pairs)
+        """Add medians of ratios of arms that were measured side by side, with their 95 % bootstrap intervals.
+
+        With five pairs or fewer the interval is the range."""
+        for name, values in ratios.items():
+            drawn = np.random.default_rng(0).choice(np.asarray(values, np.float64), (_RESAMPLES, len(values)))
+            low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5)).tolist()
+            self.add(name, median(values), high - low)
+            pair = {"low": low, "high": high, "range": max(values) - min(values), "ratios": list(values)}
+            self.details.setdefault("paired", {})[name] = pair
 
     def result(self, name: str) -> Result:
         return Result(

@@ -33,7 +33,7 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.harness import Record
+from benchmarks.harness import Record, cpu_times, meanwhile
 from benchmarks.workload import (
     ENGINE,
     MODEL,
@@ -59,7 +59,7 @@ from paceline.config import (
     TableSelector,
 )
 from paceline.context import Context
-from paceline.measure import CpuTimes, Goal, meanwhile
+from paceline.measure import Goal
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, lockstep
 from paceline.selector.cost import Step
 from paceline.sessions.workloads import resolve_policy
@@ -202,7 +202,7 @@ class _Arms:
         found: list[Round] = []
         machine: list[dict[str, float]] = []
         for number in range(ROUNDS):
-            before = CpuTimes.now()
+            before = cpu_times()
             found.append([self._run(group) for group in groups])
             machine.append(meanwhile(before))
             speedup = found[-1][0]["plain"].seconds / found[-1][0]["selector"].seconds
@@ -236,9 +236,7 @@ def _fixed(k: int) -> RolloutArm:
 
 
 def _groups(
-    survey: Mapping[int, Sequence[SteppedBatch]],
-    table: Sequence[tuple[int, int, int]],
-    work: RequestSet,
+    survey: Mapping[int, Sequence[SteppedBatch]], table: Sequence[tuple[int, int, int]], work: RequestSet
 ) -> list[_ArmGroup]:
     """Return the first group of arms, and those on other work; 64 active is last."""
     best_fixed = min((k for k in survey if k), key=lambda k: median(batch.seconds for batch in survey[k]))
@@ -246,10 +244,7 @@ def _groups(
     return [
         _ArmGroup([PLAIN, SELECTOR, hindsight], work),
         _ArmGroup([SELECTOR, RolloutArm("simple", SimpleSelector())], _every(2, work)),
-        _ArmGroup(
-            [PLAIN, _fixed(0), USELESS, replace(_fixed(best_fixed), name="best fixed")],
-            _every(4, work),
-        ),
+        _ArmGroup([PLAIN, _fixed(0), USELESS, replace(_fixed(best_fixed), name="best fixed")], _every(4, work)),
         _ArmGroup([PLAIN, SELECTOR], _every(2, work), MANY_ACTIVE),
     ]
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import ARENA, Record, by_seed, resolved, train_by_turns
+from benchmarks.published.cells import amdahl
 from paceline.context import Context
 from paceline.devices import fast_precision
 from paceline.report.recorded import RecordedRun
@@ -110,11 +111,6 @@ def summarize(found: RecordedRun, directory: Path) -> SteppedRun:
     )
 
 
-def amdahl(share: float, speedup: float) -> float:
-    """Return the speedup of the whole if this share of it becomes faster by `speedup`."""
-    return 1 / ((1 - share) + share / speedup)
-
-
 def compare(record: Record, runs: Mapping[str, Sequence[SteppedRun]]) -> None:
     """Compare runs that are in the order of their seeds."""
     ratios: dict[str, list[float]] = {}
@@ -125,7 +121,7 @@ def compare(record: Record, runs: Mapping[str, Sequence[SteppedRun]]) -> None:
             "step_speedup_stream": plain.step_s / stream.step_s,
             "generation_share": share,
             "generation_speedup": speedup,
-            "of_amdahl": plain.step_s / sync.step_s / amdahl(share, speedup),
+            "of_amdahl": plain.step_s / sync.step_s / amdahl(speedup, share),
             "tokens_sync": sync.num_tokens / plain.num_tokens,
             "tokens_stream": stream.num_tokens / plain.num_tokens,
         }.items():

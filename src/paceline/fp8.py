@@ -17,7 +17,7 @@ KV cache. Keys and values are stored as E4M3(x / scale), with one scale per laye
 
 Scales belong to a policy version. Reloading weights resets vLLM's scales to 1.
 
-Dimension suffixes: N rows and K columns of a weight, T tokens, G groups of 128 columns.
+Dimension suffixes: N rows and K columns of a weight.
 """
 
 from __future__ import annotations
@@ -68,20 +68,6 @@ def quantize_blocks(weight_NK: torch.Tensor) -> Quantized:
         scale[row] = amax / E4M3_MAX
         codes[row] = (tile * (1.0 / scale[row])[:, None]).to(torch.float8_e4m3fn)
     return Quantized(codes.view(padded.shape)[:num_rows, :num_columns].contiguous(), scale)
-
-
-def dequantize_blocks(quantized: Quantized) -> torch.Tensor:
-    """Return the values that the engine computes with, in float32."""
-    num_rows, num_columns = quantized.codes_NK.shape
-    scale_NK = quantized.scale.repeat_interleave(BLOCK, 0)[:num_rows].repeat_interleave(BLOCK, 1)[:, :num_columns]
-    return quantized.codes_NK.float() * scale_NK
-
-
-def quantize_activations(x_TK: torch.Tensor) -> Quantized:
-    """Quantize groups of 1 x 128, as kernels do that multiply FP8 by FP8. vLLM's CPU kernel keeps activations."""
-    groups_TGK = x_TK.float().unflatten(1, (-1, BLOCK))
-    scale_TG = groups_TGK.abs().amax(-1).clamp(1e-10) / E4M3_MAX
-    return Quantized(_to_e4m3(groups_TGK / scale_TG[..., None]).flatten(1), scale_TG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +163,3 @@ class KvScales:
 def kv_scale(amax: float, margin: float) -> float:
     """Return the scale, rounded to float32 as in engines. A layer of zeros gets a positive scale."""
     return float(np.float32(max(amax, _SMALLEST_AMAX) * margin / E4M3_MAX))
-
-
-def round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return values after a round trip through the KV cache."""
-    return _to_e4m3(x.float() / scale).float() * scale
-
-
-def _to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest code, saturating as cache kernels do; torch's own conversion overflows to NaN."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

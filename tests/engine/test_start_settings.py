@@ -21,6 +21,7 @@ from paceline.rollout import arguments
 from paceline.rollout.arguments import engine_args, set_environment
 from paceline.rollout.speculation import graph_plan, own_settings, speculative_config
 from paceline.types import PacelineError
+from padded_graph import graph_for
 
 
 def history(tmp_path: Path, name: str) -> SpeculationConfig:
@@ -150,7 +151,7 @@ def test_vllm_captures_what_the_plan_says(max_num_seqs: int, longest: int, budge
             # As the runner chooses: the first candidate that has room, for steps of this draft length.
             candidates = manager._candidates[(n * (k + 1), 0)]
             found = [(d.num_reqs, k) for d in candidates if d.uniform_token_count == k + 1 and d.num_reqs >= n]
-            assert found[:1] == [plan.graph_for(n, k)], f"{n} requests with drafts of {k} tokens"
+            assert found[:1] == [graph_for(plan, n, k)], f"{n} requests with drafts of {k} tokens"
 
 
 def test_graphs_are_asked_for_on_gpus_and_the_scheduler_keeps_to_them(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.measure import CpuTimes, Goal, Result, environment, meanwhile, middle, paired
+from paceline.measure import Goal, Result, environment
 
 
 def result(value: float, goal: Goal | None) -> Result:
@@ -86,35 +86,6 @@ def test_failed_write_keeps_the_older_result(tmp_path: Path):
     assert json.loads(path.read_text())["figures"] == {"ratio": 1.0}
 
 
-def test_middle_is_the_median_and_the_whole_range():
-    assert middle([5.0, 1.0, 2.0]) == (2.0, 4.0)
-    assert middle([1.0, 2.0]) == (1.5, 1.0)
-
-
-def test_spread_of_paired_ratios_is_the_interval_of_their_median_and_not_their_range():
-    """One disturbed pair widens the range to itself, however many pairs say otherwise."""
-    ratios = [2.0 + 0.01 * (number % 10) for number in range(40)] + [5.0]
-    figures, spread, details = paired({"speedup": ratios})
-    assert figures == {"speedup": 2.05}
-    found = details["speedup"]
-    assert 2.02 <= found["low"] <= 2.05 <= found["high"] <= 2.07
-    assert spread["speedup"] == found["high"] - found["low"] < 0.05
-    assert found["range"] == 3.0 and found["ratios"] == ratios
-    assert paired({"speedup": ratios}) == (figures, spread, details), "the same ratios give the same interval"
-
-
-def test_interval_covers_the_true_median_about_nineteen_times_in_twenty():
-    generator = np.random.default_rng(1)
-    drawn = [generator.lognormal(0, 0.3, 15) for _ in range(200)]
-    found = [paired({"x": values.tolist()})[2]["x"] for values in drawn]
-    assert 0.9 <= sum(one["low"] <= 1.0 <= one["high"] for one in found) / 200 <= 0.99
-
-
-def test_few_pairs_are_not_made_to_look_certain():
-    assert paired({"x": [1.0, 2.0, 4.0]})[1]["x"] == 3.0
-    assert paired({"x": [1.5]})[1]["x"] == 0.0
-
-
 def test_environment_says_what_is_needed_to_measure_again():
     found = environment(seeds=[1, 2], config={"k": 3})
     assert found["seeds"] == [1, 2]
@@ -123,20 +94,6 @@ def test_environment_says_what_is_needed_to_measure_again():
     assert found["memory_gb"] > 0
     assert {"python", "paceline", "numpy"} <= set(found["versions"])
     json.dumps(found)
-
-
-def test_steal_share_is_of_the_time_between():
-    before = CpuTimes(steal=10, total=1000)
-    assert CpuTimes(steal=35, total=1100).steal_share_since(before) == 0.25
-    assert before.steal_share_since(before) == 0.0
-    assert CpuTimes.now().total > 0
-
-
-def test_what_ran_beside_at_low_priority_is_told():
-    """A type checker at nice 19 takes neither steal time nor a goal's blame."""
-    assert CpuTimes(steal=0, total=1100, nice=40).nice_share_since(CpuTimes(steal=0, total=1000, nice=20)) == 0.2
-    found = meanwhile(CpuTimes(steal=0, total=0))
-    assert 0 <= found["nice_share"] <= 1 and found["load_1min"] >= 0
 
 
 def test_result_does_not_name_the_users_home(tmp_path: Path):

@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from paceline.fp8 import (
+    BLOCK,
     E4M3_MAX,
     WHOLE,
     KvScales,
     LayerStacker,
+    Quantized,
     Sharding,
-    dequantize_blocks,
     kv_scale,
-    quantize_activations,
     quantize_blocks,
-    round_trip,
 )
 
 # Every finite value from 0 up by the definition: subnormals m/8 * 2**-6, then (1 + m/8) * 2**(e - 7), without the NaN
@@ -32,6 +31,18 @@ def nearest(x: float) -> float:
     gaps = [abs(value - x) for value in VALUES]
     best = [code for code, gap in enumerate(gaps) if gap == min(gaps)]
     return sign * VALUES[next((code for code in best if code % 2 == 0), best[0])]
+
+
+def dequantize_blocks(quantized: Quantized) -> torch.Tensor:
+    """Return the values that the engine computes with, in float32."""
+    num_rows, num_columns = quantized.codes_NK.shape
+    scale_NK = quantized.scale.repeat_interleave(BLOCK, 0)[:num_rows].repeat_interleave(BLOCK, 1)[:, :num_columns]
+    return quantized.codes_NK.float() * scale_NK
+
+
+def round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return values after a round trip through the KV cache, saturating as cache kernels do."""
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
 
 
 def blocks(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -81,14 +92,6 @@ def test_quantizing_what_was_dequantized_changes_nothing() -> None:
     # The largest weight of a block is 448 scales again, so the scale is the same up to rounding and every code stays.
     second = quantize_blocks(dequantize_blocks(first))
     assert torch.equal(first.codes_NK.view(torch.uint8), second.codes_NK.view(torch.uint8))
-
-
-def test_activations_have_a_scale_for_each_group_of_a_token() -> None:
-    x = torch.ones(2, 256)
-    x[1, 200] = 100.0
-    quantized = quantize_activations(x)
-    assert torch.allclose(quantized.scale, torch.tensor([[1, 1], [1, 100]]) / 448)
-    assert torch.equal(quantized.codes_NK[0].float(), torch.full((256,), 448.0))
 
 
 def test_projections_are_stacked_as_engines_hold_them_and_the_rest_is_left_alone() -> None:

@@ -43,7 +43,7 @@ from paceline.rollout.internals.model_runner import planned_runner
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.internals.sampler_fix import mend_sampler
 from paceline.rollout.sampler import refuse_lossy
-from paceline.types import GroupId, Prompt, Rollout, RolloutRequest, Tokens
+from paceline.types import Prompt, Rollout, RolloutRequest, Tokens
 
 _FEWEST_DRAFTED = 1000
 
@@ -159,13 +159,7 @@ def _engine_part(found: Findings, subject: Subject, effort: Effort, context: Con
     prompts = subject.prompts[: effort.num_prompts]
     tokens = min(effort.tokens, subject.config.rollout.max_tokens)
     requests = [
-        RolloutRequest(
-            group_id=GroupId(which),
-            index=index,
-            prompt_ids=prompt.token_ids,
-            max_tokens=tokens,
-            temperature=subject.config.rollout.temperature,
-        )
+        RolloutRequest.of(prompt, which, index=index, max_tokens=tokens, temperature=subject.config.rollout.temperature)
         for index in range(effort.samples_per_prompt)
         for which, prompt in enumerate(prompts)
     ]

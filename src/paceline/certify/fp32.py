@@ -15,7 +15,7 @@ from paceline.config import LearnerConfig, ObjectiveConfig
 from paceline.context import Context
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.objective import Mismatch, mismatch
-from paceline.types import GroupId, Rollout, RolloutId, RolloutRequest, Sample, Tokens
+from paceline.types import Rollout, RolloutId, RolloutRequest, Sample, Tokens
 
 _LOGP_LIMIT = 1e-4
 _TIE = 1e-4
@@ -31,12 +31,7 @@ def learner_part(found: Findings, subject: Subject, effort: Effort, context: Con
     tokens = min(effort.long_tokens, subject.config.rollout.max_tokens)
     prompts = [subject.prompts[i % len(subject.prompts)] for i in range(effort.long_rollouts)]
     sampled, greedy = (
-        [
-            RolloutRequest(
-                group_id=GroupId(base + i), index=0, prompt_ids=prompt.token_ids, max_tokens=tokens, temperature=heat
-            )
-            for i, prompt in enumerate(prompts)
-        ]
+        [RolloutRequest.of(prompt, base + i, max_tokens=tokens, temperature=heat) for i, prompt in enumerate(prompts)]
         for base, heat in ((0, temperature), (_GREEDY, 0.0))
     )
     context.progress(f"fp32: {len(sampled)} sampled and {len(greedy)} greedy rollouts with speculation")

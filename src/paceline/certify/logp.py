@@ -21,7 +21,7 @@ from paceline.learner.objective import Mismatch, mismatch
 from paceline.measure import Result, environment
 from paceline.orchestrator.generate import generate_all
 from paceline.rollout.engine import VllmEngine
-from paceline.types import Floats, GroupId, Prompt, Rollout, RolloutRequest, Sample
+from paceline.types import Floats, Prompt, Rollout, RolloutRequest, Sample
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -66,11 +66,7 @@ def certify(
 
 
 async def _sample(
-    model_path: Path,
-    prompts: Sequence[Prompt],
-    config: RolloutConfig,
-    min_tokens: int,
-    seed: int,
+    model_path: Path, prompts: Sequence[Prompt], config: RolloutConfig, min_tokens: int, seed: int
 ) -> list[Rollout]:
     """Sample a few prompts at a time until there are enough tokens."""
     cpus = sorted(os.sched_getaffinity(0))
@@ -79,13 +75,7 @@ async def _sample(
         rollouts: list[Rollout] = []
         for first in range(0, len(prompts), 16):
             requests = [
-                RolloutRequest(
-                    group_id=GroupId(first + i),
-                    index=0,
-                    prompt_ids=prompt.token_ids,
-                    max_tokens=config.max_tokens,
-                    temperature=config.temperature,
-                )
+                RolloutRequest.of(prompt, first + i, max_tokens=config.max_tokens, temperature=config.temperature)
                 for i, prompt in enumerate(prompts[first : first + 16])
             ]
             rollouts += await generate_all(engine, requests)

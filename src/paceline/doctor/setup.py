@@ -39,7 +39,7 @@ from paceline.rollout.engine import VllmEngine
 from paceline.rollout.internals.platform import on_cpu
 from paceline.sessions import workloads
 from paceline.sessions.train import load_tokenizer
-from paceline.types import GroupId, Prompt, Rollout, RolloutRequest, Sample
+from paceline.types import Prompt, Rollout, RolloutRequest, Sample
 from paceline.weights.check import TensorSpec, inventory
 
 T = TypeVar("T")
@@ -192,14 +192,10 @@ class Setup:
         room = min(_MAX_TOKENS, self.config.rollout.max_tokens)
         longest = self.config.rollout.engine.max_model_len
         requests = [
-            RolloutRequest(
-                group_id=GroupId(index),
-                index=0,
-                prompt_ids=prompt.token_ids,
-                max_tokens=min(room, longest - len(prompt.token_ids) - 1),
-                temperature=temperature,
+            RolloutRequest.of(
+                prompt, i, max_tokens=min(room, longest - len(prompt.token_ids) - 1), temperature=temperature
             )
-            for index, prompt in enumerate(self.prompts)
+            for i, prompt in enumerate(self.prompts)
         ]
         return self.run(generate_all(self.engine, requests))
 

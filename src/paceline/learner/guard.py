@@ -140,11 +140,7 @@ class GuardState:
 
 
 def decide(
-    state: GuardState,
-    gaps: Mapping[str, EngineGap],
-    *,
-    learner_is_finite: bool = True,
-    can_raise: bool = False,
+    state: GuardState, gaps: Mapping[str, EngineGap], *, learner_is_finite: bool = True, can_raise: bool = False
 ) -> tuple[GuardState, GuardDecision]:
     """Decide one step. With `can_raise`, engines can restart in a higher precision."""
     can_raise = can_raise and not state.raised

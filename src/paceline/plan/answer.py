@@ -13,14 +13,7 @@ from paceline.context import Context
 from paceline.measure import Result, environment
 from paceline.plan.engine_model import EngineModel, StepModel
 from paceline.plan.hardware import Precision
-from paceline.plan.question import (
-    AT,
-    Layout,
-    Question,
-    best_layout,
-    engine_model,
-    scenario,
-)
+from paceline.plan.question import AT, Layout, Question, best_layout, engine_model, scenario
 from paceline.plan.run_model import STAGES, Times, simulate
 
 ROUND_TOKENS = 1_000_000

@@ -63,7 +63,6 @@ class BatchingEngine:
     policy_version: int = 0
     num_preempted: int = 0
     busy_s: float = 0.0
-    num_steps: float = 0.0
     _waiting: deque[_Job] = field(default_factory=deque)
     _running: list[tuple[float, int, _Job]] = field(default_factory=list)
     """Heap ordered by the token clock of each end."""
@@ -140,7 +139,6 @@ class BatchingEngine:
         self.busy_s += passed_s
         self._clock += tokens
         steps = tokens / draft.alpha
-        self.num_steps += steps
         if span.k:
             verifications, drafted, accepted = self._counts
             self._counts = (verifications + steps, drafted + steps * (draft.verified - 1), accepted + tokens - steps)

@@ -264,10 +264,9 @@ class MeasuredModel:
     costs: Costs
     options: Mapping[int, Draft]
     capacity_tokens: float = inf
-    prefill_tokens_per_s: float = inf
 
     @classmethod
-    def of(cls, costs: Costs, *, longest: int, prefill_tokens_per_s: float = inf) -> MeasuredModel:
+    def of(cls, costs: Costs, *, longest: int) -> MeasuredModel:
         """Read accepted lengths from the file; extrapolate the last position's acceptance."""
         if not costs.acceptance:
             raise ValueError("costs: got a file without acceptance; must be written by `paceline tune`")
@@ -276,7 +275,7 @@ class MeasuredModel:
             survival *= costs.acceptance[min(k, len(costs.acceptance)) - 1]
             alpha += survival
             options[k] = Draft(verified=k + 1, passes=k, width=1, alpha=alpha)
-        return cls(costs=costs, options=options, prefill_tokens_per_s=prefill_tokens_per_s)
+        return cls(costs=costs, options=options)
 
     def step_s(self, num_requests: int, k: int, context: float) -> float:
         lengths = sorted(self._log_curves)
@@ -287,7 +286,7 @@ class MeasuredModel:
         return exp((1 - share) * self._at(below, at) + share * self._at(above, at))
 
     def prefill_s(self, num_tokens: float) -> float:
-        return num_tokens / self.prefill_tokens_per_s
+        return 0.0  # a cost file has decode steps only
 
     def _at(self, length: int, log_requests: float) -> float:
         batches, seconds = self._log_curves[length]

@@ -30,7 +30,6 @@ class Gpu:
     memory_gb: float
     link_gb_s: float
     """Bandwidth to other GPUs of the node or rack, in one direction."""
-    per_node: int = 8
 
     def flops(self, precision: Precision) -> float:
         return 1e12 * (self.fp8_tflops if precision == "fp8" else self.bf16_tflops)

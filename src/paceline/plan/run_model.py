@@ -67,8 +67,6 @@ class Times:
     idle_share: float
     """Share of the engines' time without requests."""
     num_preempted: int
-    engine_step_s: float
-    """Mean duration of an engine step."""
 
     @property
     def generation_s(self) -> float:
@@ -186,5 +184,4 @@ def _times(scenario: Scenario, sink: _Steps, engines: Sequence[BatchingEngine], 
         accepted_length=sum(lengths) / len(lengths) if lengths else 1.0,
         idle_share=1 - sum(engine.busy_s for engine in engines) / (seconds * len(engines)),
         num_preempted=sum(engine.num_preempted for engine in engines),
-        engine_step_s=sum(engine.busy_s for engine in engines) / max(sum(engine.num_steps for engine in engines), 1.0),
     )

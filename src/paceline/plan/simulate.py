@@ -15,16 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paceline.config import CorrectionConfig
-from paceline.types import (
-    Group,
-    PendingGradients,
-    Prompt,
-    Rollout,
-    RolloutRequest,
-    Sample,
-    Scores,
-    Tokens,
-)
+from paceline.types import Group, PendingGradients, Prompt, Rollout, RolloutRequest, Sample, Scores, Tokens
 
 T = TypeVar("T")
 

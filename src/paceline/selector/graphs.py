@@ -54,13 +54,6 @@ class CapturePlan:
     """Tokens of the largest captured step."""
     gigabytes: float
 
-    def graph_for(self, num_requests: int, draft_length: int) -> Pair | None:
-        """Return the graph to which vLLM pads this step, None if it runs without a graph."""
-        num_tokens = num_requests * (draft_length + 1)
-        padded = min((n * (k + 1) for n, k in self.pairs if n * (k + 1) >= num_tokens), default=0)
-        pair = padded // (draft_length + 1), draft_length
-        return pair if padded % (draft_length + 1) == 0 and pair in self.pairs else None
-
     def has_holes(self, max_num_requests: int) -> bool:
         """Return whether a step with a planned draft length and at most `ceiling` tokens runs without a graph."""
         captured_at = {n * (k + 1): set[int]() for n, k in self.pairs}

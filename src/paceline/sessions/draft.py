@@ -35,7 +35,7 @@ from paceline.learner.hidden_states import CHUNK_ROLLOUTS, HiddenStateTap
 from paceline.orchestrator.generate import generate_until
 from paceline.orchestrator.task import prompt_of, read_rows
 from paceline.rollout.engine import VllmEngine
-from paceline.types import GroupId, Prompt, RolloutRequest, Sample, Tokenizer
+from paceline.types import Prompt, RolloutRequest, Sample, Tokenizer
 
 if TYPE_CHECKING:
     from paceline.drafters.checkpoint import Drafter
@@ -152,12 +152,8 @@ async def _sample(
     )
     fitting = (prompt for prompt in chain(first, prompts) if len(prompt.token_ids) + 2 < room)
     requests = (
-        RolloutRequest(
-            group_id=GroupId(number),
-            index=0,
-            prompt_ids=prompt.token_ids,
-            max_tokens=min(recipe.max_tokens, room - len(prompt.token_ids) - 1),
-            temperature=1.0,
+        RolloutRequest.of(
+            prompt, number, max_tokens=min(recipe.max_tokens, room - len(prompt.token_ids) - 1), temperature=1.0
         )
         for number, prompt in enumerate(fitting)
     )
@@ -169,12 +165,7 @@ async def _sample(
 
 
 def _train(
-    kind: str,
-    learner: FsdpLearner,
-    model_path: Path,
-    samples: Sequence[Sample],
-    recipe: WarmStart,
-    context: Context,
+    kind: str, learner: FsdpLearner, model_path: Path, samples: Sequence[Sample], recipe: WarmStart, context: Context
 ) -> tuple[Drafter, Evaluation, int]:
     """Return a trained drafter, its evaluation and the number of training tokens."""
     ends = np.cumsum([sample.num_response_tokens for sample in samples])

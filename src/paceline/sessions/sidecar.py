@@ -223,9 +223,7 @@ class _Sidecar:
             path, config = policy.path, policy_config(policy.path)
             preflight(self._drafter, path, kind=drafter_kind(self._drafter, key="--drafter"), max_model_len=1)
             self._reader = RolloutReader(
-                lambda: load_tokenizer(path),
-                vocabulary=config["vocab_size"],
-                longest=config["max_position_embeddings"],
+                lambda: load_tokenizer(path), vocabulary=config["vocab_size"], longest=config["max_position_embeddings"]
             )
 
     def _save(self, version: int) -> None:

@@ -134,10 +134,7 @@ async def _run(
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     engine = config.rollout.engine
-    async with (
-        start_cluster(config, model_path) as cluster,
-        open_scorer(task.reward, tokenizer, recorder) as score,
-    ):
+    async with start_cluster(config, model_path) as cluster, open_scorer(task.reward, tokenizer, recorder) as score:
         recorder.write("run", record)
         cluster.drafter.keep_in(directory / "drafter.safetensors")
         if config.run.checkpoint_every:

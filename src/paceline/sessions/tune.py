@@ -76,8 +76,7 @@ def tune(
             left = time_left((time.monotonic() - began_s) * (repetitions / (number + 1) - 1))
             context.progress(f"pass {number + 1} of {repetitions} over {len(cells)} cells, {left}")
     return Tuning(
-        cells=cells,
-        costs=costs_of(cells, Conditions.here(model_path, drafter=speculation.drafter.kind, engine=config)),
+        cells=cells, costs=costs_of(cells, Conditions.here(model_path, drafter=speculation.drafter.kind, engine=config))
     )
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from benchmarks import workload
+from benchmarks.harness import Record
 from benchmarks.rollout import accepted_length, best_table, ratios, speedup_by_batch
 from benchmarks.workload import asked_for, give_group_lengths
 from contexts import make_context
 from paceline.config import EngineConfig
-from paceline.measure import paired
 from paceline.rollout import stepped
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine, Turn, lockstep
 from paceline.selector.cost import Step
@@ -122,7 +122,9 @@ def rounds() -> list[list[dict[str, SteppedBatch]]]:
 
 
 def test_figures_are_ratios_within_a_round(rounds):
-    figures, _, _ = paired(ratios(rounds))
+    record = Record()
+    record.ratios(ratios(rounds))
+    figures = record.figures
     assert figures["makespan_speedup"] == pytest.approx(3.0)
     assert figures["of_hindsight"] == pytest.approx(0.9)
     assert figures["best_fixed_speedup"] == pytest.approx(2.5)

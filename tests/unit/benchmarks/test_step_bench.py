@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import Record
-from benchmarks.step import WARMUP, SteppedRun, amdahl, compare, settings_of, summarize
+from benchmarks.published.cells import amdahl
+from benchmarks.step import WARMUP, SteppedRun, compare, settings_of, summarize
 from contexts import arena_config
 from paceline.metrics import JsonlSink, Recorder
 from paceline.report.recorded import RecordedRun, read_run
@@ -76,7 +77,7 @@ def test_of_amdahl_falls_by_what_the_rest_of_the_step_pays():
     """Generation twice as fast allows 10 / 6; a second more of everything else leaves 10 / 7."""
     record = Record()
     compare(record, {"plain": [stepped(10, 8)], "sync": [stepped(7, 4)], "stream": [stepped(7, 4)]})
-    assert amdahl(0.8, 2) == pytest.approx(10 / 6)
+    assert amdahl(2, 0.8) == pytest.approx(10 / 6)
     assert record.figures["of_amdahl"] == pytest.approx(6 / 7)
 
 

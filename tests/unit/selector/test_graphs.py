@@ -16,6 +16,7 @@ from paceline.selector.graphs import (
     length_table,
     plan_capture,
 )
+from padded_graph import graph_for
 
 # TLT, CUDA-graph memory in GB: one strategy, four strategies at every batch size, four strategies in buckets of batch
 # sizes.
@@ -61,17 +62,17 @@ def test_plan_stays_inside_its_budget_and_has_no_holes(
     assert plan.gigabytes == SMALL.gigabytes(plan.pairs, plan.capture_sizes) <= budget_gb
     for k in plan.draft_lengths:
         for n in range(1, min(max_num_requests, plan.ceiling // (k + 1)) + 1):
-            graph = plan.graph_for(n, k)
+            graph = graph_for(plan, n, k)
             assert graph is not None and graph[0] >= n and graph[1] == k, (n, k)
     assert not plan.has_holes(max_num_requests)
-    assert all(plan.graph_for(n, 0) for n in range(1, max_num_requests + 1)), "plain decoding always has a graph"
+    assert all(graph_for(plan, n, 0) for n in range(1, max_num_requests + 1)), "plain decoding always has a graph"
 
 
 def test_default_budget_has_graphs_for_every_batch() -> None:
     """The first user has the default settings: 64 requests, drafts of up to 7 tokens."""
     plan = plan_capture(max_num_requests=64, draft_lengths=range(8), memory=SMALL, budget_gb=2.0)
     assert plan.draft_lengths == (0, 1, 3, 7)
-    assert all(plan.graph_for(n, k) for n in range(1, 65) for k in (0, 1, 3, 7))
+    assert all(graph_for(plan, n, k) for n in range(1, 65) for k in (0, 1, 3, 7))
 
 
 @pytest.mark.parametrize("max_num_requests", [64, 100, 250])
@@ -80,7 +81,7 @@ def test_length_that_the_config_names_has_graphs(max_num_requests: int, length: 
     """Whatever its common multiples are with plain decoding."""
     plan = plan_capture(max_num_requests=max_num_requests, draft_lengths=(length,), memory=SMALL, budget_gb=2.0)
     assert plan.draft_lengths == (0, length)
-    assert plan.graph_for(32, length) is not None
+    assert graph_for(plan, 32, length) is not None
 
 
 def test_few_requests_have_graphs_for_every_draft_length() -> None:
@@ -94,9 +95,9 @@ def test_step_between_two_graphs_of_another_length_has_none() -> None:
     pairs = captured([3, 4], (0, 2), 4)
     plan = CapturePlan(draft_lengths=(0, 2), capture_sizes=[3, 4], pairs=pairs, ceiling=4, gigabytes=0.0)
     assert pairs == ((1, 2), (3, 0), (4, 0))
-    assert plan.graph_for(2, 0) == (3, 0) and plan.graph_for(2, 2) is None
+    assert graph_for(plan, 2, 0) == (3, 0) and graph_for(plan, 2, 2) is None
     sparse = CapturePlan(draft_lengths=(0, 2), capture_sizes=[], pairs=((1, 2), (4, 0)), ceiling=4, gigabytes=0.0)
-    assert sparse.graph_for(3, 0) is None and sparse.has_holes(4)
+    assert graph_for(sparse, 3, 0) is None and sparse.has_holes(4)
 
 
 def test_tight_budgets_give_up_spacing_then_large_steps_then_drafts() -> None:
