@@ -1,19 +1,13 @@
 """Atomic files and directories, checksums, locks and JSON Lines.
 
-    with atomic_file(directory / "metrics.html") as partial:     # a sibling; renamed when the block succeeds
-        partial.write_text(page)
-    with atomic_directory(out) as partial:                       # the same for a new directory
+    with atomic_directory(out) as partial:      # a sibling; renamed when the block succeeds
         save(partial)
         write_checksums(partial)
-    verify_checksums(out)                                        # raises ChecksumError that names the file
+    verify_checksums(out)                       # raises ChecksumError that names the file
 
 safetensors has no checksums: a flipped byte loads silently. So every directory of weights, checkpoints or logged
-rollouts has a `SHA256SUMS` in the format of `sha256sum`. A single file carries an XXH3 checksum in its own header:
-
-    with atomic_file(file, private=True) as partial:
-        save_file(tensors, partial, metadata={"seal": SEAL})
-        seal(partial)
-    verify_seal(file)
+rollouts has a `SHA256SUMS` in the format of `sha256sum`. A single file carries an XXH3 checksum in its own metadata
+(`SEAL`), which `seal` fills in and `verify_seal` checks.
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ _SEAL = re.compile(rb"xxh3:[0-9a-f]{32}")
 _SEAL_WITHIN = 2**16
 # Trainers verify a file at every draw: SHA-256 is 19 times slower, and fingerprints of tensors leave out its header.
 SEAL = "xxh3:" + 32 * "0"
-"""Placeholder for a file's own checksum, which `seal` fills in; it must be in the first 64 KiB."""
+"""Placeholder for a file's own checksum; it must be in the first 64 KiB."""
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  shared memory is the point; files in it are 0600 and have random names
 SEGMENT_PREFIX = "paceline-"
@@ -269,14 +263,12 @@ def lock(path: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     held = FileLock(path)
     try:
-        held.acquire(blocking=False)
+        acquired = held.acquire(blocking=False)
     except Timeout:
         on_wait()
-        held.acquire()
-    try:
+        acquired = held.acquire()
+    with acquired:
         yield
-    finally:
-        held.release()
 
 
 def create_owned(path: Path) -> int:

@@ -30,7 +30,7 @@ def sampler() -> None:
 
 def drafter() -> None:
     """Use a drafter whose input and embedding rows are shuffled, as if it was trained for another policy."""
-    find = Setup._find_drafter
+    find = Setup.drafter.func
 
     def foreign(self: Setup) -> Path | None:
         path = find(self)
@@ -49,7 +49,7 @@ def drafter() -> None:
         write_checksums(out)
         return out
 
-    Setup._find_drafter = foreign
+    Setup.drafter.func = foreign
 
 
 def push() -> None:

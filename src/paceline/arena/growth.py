@@ -119,9 +119,8 @@ def _check(source: Shape, target: Shape) -> None:
             )
     if target.num_heads % target.num_kv_heads or target.group_size < source.group_size:
         raise ValueError(
-            f"num_heads: got {target.num_heads}; must be {target.num_kv_heads} (num_kv_heads) times a whole number "
-            f"of at least "
-            f"{source.group_size} because each query head keeps its key-value head"
+            f"num_heads: got {target.num_heads}; must be {target.num_kv_heads} (num_kv_heads) times a whole number of "
+            f"at least {source.group_size} because each query head keeps its key-value head"
         )
 
 

@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from paceline.certify.fp32 import learner_part
@@ -30,6 +29,7 @@ from paceline.certify.lossless import (
     SamplerCell,
     examine,
     num_cells,
+    padded,
     two_sample,
     verdict,
 )
@@ -43,7 +43,7 @@ from paceline.rollout.internals.model_runner import planned_runner
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.internals.sampler_fix import mend_sampler
 from paceline.rollout.sampler import refuse_lossy
-from paceline.types import Prompt, Rollout, RolloutRequest, Tokens
+from paceline.types import Prompt, Rollout, RolloutRequest
 
 _FEWEST_DRAFTED = 1000
 
@@ -171,7 +171,7 @@ def _engine_part(found: Findings, subject: Subject, effort: Effort, context: Con
         )
     tables = [
         [
-            _padded([rollout for rollout in arm if rollout.group_id.number == which], tokens)
+            padded([rollout.token_ids for rollout in arm if rollout.group_id.number == which], tokens)
             for which in range(len(prompts))
         ]
         for arm in arms.values()
@@ -192,20 +192,12 @@ def _engine_part(found: Findings, subject: Subject, effort: Effort, context: Con
     found.details["two_sample"] = asdict(outcome) | {"prompts": len(prompts), "tokens": tokens}
 
 
-def _padded(rollouts: Sequence[Rollout], tokens: int) -> Tokens:
-    ids_NT = np.full((len(rollouts), tokens), -1, np.int32)
-    for row_T, rollout in zip(ids_NT, rollouts, strict=True):
-        row_T[: len(rollout.token_ids)] = rollout.token_ids
-    return ids_NT
-
-
 def _result(found: Findings, subject: Subject, effort: Effort) -> Result:
     fault = subject.fault
     if fault is not None:
         found.missing.append(f"{fault.name!r} is planted; without it the verdict counts")
-    met = Result(
-        name="", figures=found.figures, spread=dict.fromkeys(found.figures, 0.0), goals=found.goals, environment={}
-    )
+    spread = dict.fromkeys(found.figures, 0.0)
+    met = Result(name="", figures=found.figures, spread=spread, goals=found.goals, environment={})
     failed = [name for name in found.goals if not met.met(name) and name != "seconds"]
     word = verdict(failed=failed, missing=found.missing)
     found.add("verdict", VERDICT_NUMBER[word], (">=", 1.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -44,19 +45,14 @@ def learner_part(found: Findings, subject: Subject, effort: Effort, context: Con
         context.progress(f"fp32: {len(greedy)} greedy rollouts without speculation")
         plain, _ = asyncio.run(generate(subject, config, greedy, speculate=False, seed=2 * subject.seed + 3))
     # After the engine: one GPU may not have room for both.
-    learner = FsdpLearner(
-        subject.model_path,
-        LearnerConfig(world_size=1, dtype="float32", microbatch_tokens=4096),
-        ObjectiveConfig(),
-        temperature=temperature,
-    )
-    try:
+    learner_config = LearnerConfig(world_size=1, dtype="float32", microbatch_tokens=4096)
+    with closing(
+        FsdpLearner(subject.model_path, learner_config, ObjectiveConfig(), temperature=temperature)
+    ) as learner:
         context.progress(f"fp32: scoring {sum(len(rollout.token_ids) for rollout in rollouts)} tokens with the learner")
         _score(found, learner, rollouts, steps, shift_logp=shift_logp)
         if not shift_logp:
             _greedy(found, learner, [r for r in speaking if r.group_id.number >= _GREEDY], plain, temperature)
-    finally:
-        learner.close()
 
 
 def _score(

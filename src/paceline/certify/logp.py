@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from paceline.context import Context
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.objective import Mismatch, mismatch
 from paceline.measure import Result, environment
-from paceline.orchestrator.generate import generate_all
+from paceline.orchestrator.generate import generate_until
 from paceline.rollout.engine import VllmEngine
 from paceline.types import Floats, Prompt, Rollout, RolloutRequest, Sample
 
@@ -47,8 +48,7 @@ def certify(
         rollouts = asyncio.run(_sample(model_path, prompts, arm, min_tokens, seed))
         samples = [Sample.of(rollout, 0.0) for rollout in rollouts]
         context.progress(f"{short}: scoring {sum(len(r.token_ids) for r in rollouts)} tokens with the learner")
-        # As in a run, the learner is in FP32. The floor is measured with the learner in the engine's
-        # precision.
+        # As in a run, the learner is in FP32. The floor is measured in the engine's precision.
         scores = _score(model_path, samples, "float32", 4096, temperature)
         floor = _floor(model_path, samples, dtype, temperature)
         gap = _mismatch([rollout.logp for rollout in rollouts], scores)
@@ -68,35 +68,29 @@ def certify(
 async def _sample(
     model_path: Path, prompts: Sequence[Prompt], config: RolloutConfig, min_tokens: int, seed: int
 ) -> list[Rollout]:
-    """Sample a few prompts at a time until there are enough tokens."""
     cpus = sorted(os.sched_getaffinity(0))
+    requests = (
+        RolloutRequest.of(prompt, number, max_tokens=config.max_tokens, temperature=config.temperature)
+        for number, prompt in enumerate(prompts)
+    )
     engine = await VllmEngine.start("certify", model_path, config.engine, seed=seed, cpus=cpus)
     try:
-        rollouts: list[Rollout] = []
-        for first in range(0, len(prompts), 16):
-            requests = [
-                RolloutRequest.of(prompt, first + i, max_tokens=config.max_tokens, temperature=config.temperature)
-                for i, prompt in enumerate(prompts[first : first + 16])
-            ]
-            rollouts += await generate_all(engine, requests)
-            if sum(len(rollout.token_ids) for rollout in rollouts) >= min_tokens:
-                return rollouts
+        rollouts = await generate_until(engine, requests, min_tokens=min_tokens, max_in_flight=16)
+    finally:
+        await engine.close()
+    if sum(len(rollout.token_ids) for rollout in rollouts) < min_tokens:
         raise ValueError(
             f"prompts: got {len(prompts)}; must be more, because their rollouts have fewer than {min_tokens} tokens"
         )
-    finally:
-        await engine.close()
+    return rollouts
 
 
 def _score(
     model_path: Path, samples: Sequence[Sample], dtype: Dtype, microbatch_tokens: int, temperature: float
 ) -> Sequence[Floats]:
     config = LearnerConfig(world_size=1, dtype=dtype, microbatch_tokens=microbatch_tokens)
-    learner = FsdpLearner(model_path, config, ObjectiveConfig(), temperature=temperature)
-    try:
+    with closing(FsdpLearner(model_path, config, ObjectiveConfig(), temperature=temperature)) as learner:
         return learner.score(samples).logp
-    finally:
-        learner.close()
 
 
 def _floor(model_path: Path, samples: Sequence[Sample], dtype: Dtype, temperature: float) -> Mismatch:

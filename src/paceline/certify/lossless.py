@@ -256,13 +256,17 @@ def two_sample(
     )
 
 
-def _one_hot(index_N: npt.NDArray[np.int64]) -> Floats:
-    return (index_N[:, None] == np.arange(index_N.max() + 1)).astype(np.float32)
+def padded(rollouts: Sequence[Sequence[int] | Tokens], num_tokens: int) -> Tokens:
+    """Return ids_NT of rollouts, -1 after their end."""
+    ids_NT = np.full((len(rollouts), num_tokens), -1, np.int32)
+    for row_T, token_ids in zip(ids_NT, rollouts, strict=True):
+        row_T[: len(token_ids)] = token_ids
+    return ids_NT
 
 
 def _tokens(ids_NT: Tokens) -> Floats:
     """Return a column per token and position: 1 for samples that have it."""
-    return np.concatenate([_one_hot(np.unique(token_N, return_inverse=True)[1]) for token_N in ids_NT.T], axis=1)
+    return np.concatenate([token_N[:, None] == np.unique(token_N) for token_N in ids_NT.T], axis=1).astype(np.float32)
 
 
 def _prefixes(ids_NT: Tokens) -> Floats:

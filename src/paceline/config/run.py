@@ -25,9 +25,8 @@ class RunConfig(Section):
     engines continue to sample while the learner works, with up to `max_age + 1` batches in flight, and a sync pauses
     them in the middle of rollouts."""
     too_old: Literal["wait", "abort"] = "wait"
-    """Response to a group that would exceed `max_age`. `wait` makes the learner wait for it. `abort`
-    samples it again from the current policy; long responses are aborted more often, which biases training toward
-    short ones."""
+    """Response to a group that would exceed `max_age`. `wait` makes the learner wait for it. `abort` samples it again
+    from the current policy; long responses are aborted more often, which biases training towards short ones."""
     save_every: Adjustable[int] = Field(default=0, ge=0)
     """Steps between saved policies; 0 saves the last one only."""
     checkpoint_every: Adjustable[int] = Field(default=10, ge=0)

@@ -22,6 +22,7 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from paceline.arena.task import problems, solution
+from paceline.certify.lossless import padded
 from paceline.config import SelectorConfig
 from paceline.context import Context
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine
@@ -160,7 +161,5 @@ def said(
         for _ in range(num_samples)
     ]
     batch = engine.run(Order(requests=repeated, selector=selector, name="demo"))
-    tables = [np.full((num_samples, tokens), -1, np.int32) for _ in requests]
-    for number, ids in enumerate(batch.token_ids):
-        tables[number // num_samples][number % num_samples, : len(ids)] = ids
-    return tables
+    firsts = range(0, len(repeated), num_samples)
+    return [padded(batch.token_ids[first : first + num_samples], tokens) for first in firsts]

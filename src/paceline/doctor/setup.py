@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, update_wrapper
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -54,6 +54,26 @@ LEARNER_BYTES = 17
 """Learner memory per parameter: weights, gradients, AdamW state and activations in FP32."""
 
 
+def shared(otherwise: str) -> Callable[[Callable[[Setup], T]], cached_property[T]]:
+    """Compute a property of Setup once. If it raises, later uses raise SkippedError with the reason `otherwise`."""
+
+    def share(make: Callable[[Setup], T]) -> cached_property[T]:
+        def attempt(setup: Setup) -> T:
+            if otherwise in setup.failed:
+                raise SkippedError(otherwise)
+            try:
+                return make(setup)
+            except SkippedError:
+                raise
+            except Exception:
+                setup.failed.add(otherwise)
+                raise
+
+        return cached_property(update_wrapper(attempt, make))
+
+    return share
+
+
 class Setup:
     """One config under examination. Leaving the `with` block stops engine and learner."""
 
@@ -65,7 +85,8 @@ class Setup:
         self.resources = ExitStack()
         """Closed at the end, last entered first."""
         self._loop = self.resources.enter_context(asyncio.Runner())
-        self._failed: set[str] = set()
+        self.failed: set[str] = set()
+        """Reasons to skip what depends on a failed property."""
 
     def __enter__(self) -> Self:
         return self
@@ -77,43 +98,25 @@ class Setup:
         """Run a coroutine on the event loop of the engine."""
         return self._loop.run(job)
 
-    def _attempt(self, otherwise: str, make: Callable[[], T]) -> T:
-        """Return `make()`. If it raised before, raise SkippedError with the reason `otherwise`."""
-        if otherwise in self._failed:
-            raise SkippedError(otherwise)
-        try:
-            return make()
-        except SkippedError:
-            raise
-        except Exception:
-            self._failed.add(otherwise)
-            raise
-
-    @cached_property
+    @shared("there is no policy")
     def model_path(self) -> Path:
-        name = self.config.policy.model
-        return self._attempt("there is no policy", lambda: workloads.resolve_policy(name, self.context))
+        return workloads.resolve_policy(self.config.policy.model, self.context)
 
-    @cached_property
+    @shared("there is no policy")
     def tensors(self) -> dict[str, TensorSpec]:
-        return self._attempt("there is no policy", lambda: inventory(self.model_path))
+        return inventory(self.model_path)
 
     @property
     def num_parameters(self) -> int:
         return sum(int(np.prod(spec.shape)) for spec in self.tensors.values())
 
-    @cached_property
+    @shared("there are no prompts")
     def task(self) -> Task:
-        return self._attempt(
-            "there are no prompts", lambda: workloads.make_task(self.config, load_tokenizer(self.model_path))
-        )
+        return workloads.make_task(self.config, load_tokenizer(self.model_path))
 
-    @cached_property
+    @shared("there are no prompts")
     def prompts(self) -> list[Prompt]:
         """Prompts that leave room for a response."""
-        return self._attempt("there are no prompts", self._find_prompts)
-
-    def _find_prompts(self) -> list[Prompt]:
         room = self.config.rollout.engine.max_model_len
         fitting = [prompt for prompt in islice(self.task.prompts, 4 * NUM_PROMPTS) if len(prompt.token_ids) + 2 < room]
         if not fitting:
@@ -125,12 +128,9 @@ class Setup:
         """Drafter kind of the config, or EAGLE-3 without speculation."""
         return "eagle3" if self.config.speculation is None else self.config.speculation.drafter.kind
 
-    @cached_property
+    @shared("the drafter does not fit")
     def drafter(self) -> Path | None:
         """Checkpoint of the config's learned drafter or the policy's bundled one. Raises if it does not fit."""
-        return self._attempt("the drafter does not fit", self._find_drafter)
-
-    def _find_drafter(self) -> Path | None:
         kind, own = self.asked_kind, self.config.speculation
         if kind not in KINDS:
             return None
@@ -170,11 +170,8 @@ class Setup:
         """The config's engine in full precision: FP8 would hide a gap to the learner."""
         return self.config.rollout.engine.in_full_precision
 
-    @cached_property
+    @shared("the engine did not start")
     def engine(self) -> VllmEngine:
-        return self._attempt("the engine did not start", self._start_engine)
-
-    def _start_engine(self) -> VllmEngine:
         start = VllmEngine.start(
             "doctor",
             self.model_path,
@@ -199,16 +196,13 @@ class Setup:
         ]
         return self.run(generate_all(self.engine, requests))
 
-    @cached_property
+    @shared("generation failed")
     def rollouts(self) -> list[Rollout]:
         """Rollouts at the config's temperature, sampled before the first push."""
-        return self._attempt("generation failed", lambda: self.generate(self.config.rollout.temperature))
+        return self.generate(self.config.rollout.temperature)
 
-    @cached_property
+    @shared("the learner did not load")
     def learner(self) -> FsdpLearner:
-        return self._attempt("the learner did not load", self._start_learner)
-
-    def _start_learner(self) -> FsdpLearner:
         needed = 10**9 + self.num_parameters * LEARNER_BYTES
         # Take half of what an engine leaves: vLLM refuses to start when less than its share is free.
         share = (1 - self.engine_config.gpu_memory_utilization) / 2

@@ -85,11 +85,8 @@ class Calibration:
 
     def amax(self) -> torch.Tensor:
         """Return the largest magnitudes as [3, layers]; zero without tokens on this rank."""
-        return torch.tensor([[_largest(seen) for seen in layers] for layers in self._amax])
-
-
-def _largest(seen: list[torch.Tensor]) -> float:
-    return float(torch.cat(seen).max()) if sum(map(len, seen)) else 0.0
+        nothing = torch.zeros(1)
+        return torch.tensor([[float(torch.cat([nothing, *seen]).max()) for seen in layers] for layers in self._amax])
 
 
 def scales_of(amax_3L: torch.Tensor, version: int) -> KvScales:

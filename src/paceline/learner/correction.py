@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -167,16 +167,9 @@ class Diagnosis:
     """Quantiles of rho."""
 
     def metrics(self) -> dict[str, float]:
-        values = {
-            "k1": self.k1,
-            "chi_square": self.chi_square,
-            "effective_share": self.effective_share,
-            "ratio_mean": self.ratio_mean,
-            "probability_error": self.probability_error,
-            "perplexity_ratio": self.perplexity_ratio,
-            "clip_share": self.clip_share,
-            "num_not_finite": float(self.num_not_finite),
-        }
+        """Return the figures without a metric of their own."""
+        own = ("num_tokens", "k3", "max_abs", "quantiles")
+        values = {field.name: float(getattr(self, field.name)) for field in fields(self) if field.name not in own}
         return values | {f"ratio_{name}": value for name, value in self.quantiles.items()}
 
 

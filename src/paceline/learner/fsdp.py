@@ -244,9 +244,11 @@ class FsdpLearner:
 
         Gathering is collective: every rank must consume every tensor.
         """
-        for name, shard in self._sharded():
-            copied = shard.to(dtype, copy=True)
-            yield name, copied.full_tensor() if isinstance(copied, DTensor) else copied
+        # A tied output head is in the state dict twice. The checkpoint's names decide whether it is written twice.
+        for name, shard in self._scorer.policy.state_dict().items():
+            if name in self._names:
+                copied = shard.to(dtype, copy=True)
+                yield name, copied.full_tensor() if isinstance(copied, DTensor) else copied
         if self._rank == 0:
             yield from read_tensors(self._path, self.untrained, dtype)
 
@@ -295,11 +297,6 @@ class FsdpLearner:
     def _parameters(self) -> dict[str, nn.Parameter]:
         self._scorer.state_dict()  # makes FSDP2 reshard the parameters
         return dict(self._scorer.named_parameters())
-
-    def _sharded(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # A tied output head is in the state dict twice. The checkpoint's names decide whether it is written twice.
-        state = self._scorer.policy.state_dict()
-        return ((name, tensor) for name, tensor in state.items() if name in self._names)
 
     def _check(self, samples: Sequence[Sample], *, trained_on: bool) -> None:
         for i, sample in enumerate(samples):

@@ -175,9 +175,8 @@ def _warnings(question: Question, arms: Mapping[str, Arm]) -> tuple[str, ...]:
     elif k == 0 or at_first < 1.05:
         pays = next((size for size in range(batch, 0, -1) if step_gain(model, size, context)[1] >= 1.05), 0)
         lines.append(
-            f"with all {batch} requests of an engine active drafts do not pay; they do from {pays} requests down, "
-            "in the tail. "
-            "A fixed draft length would lose at first: leave the choice to the selector"
+            f"with all {batch} requests of an engine active drafts do not pay; they do from {pays} requests down, in "
+            "the tail. A fixed draft length would lose at first: leave the choice to the selector"
         )
     if (
         question.lengths.maximum > 0

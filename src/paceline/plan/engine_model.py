@@ -49,8 +49,7 @@ class Constants:
     compute_efficiency: float = 0.687
     """Share of the peak in matrix products of many tokens."""
     knee: float = 1.64
-    """Exponent of the smooth maximum of reading and computing: 3 makes it 2^(1/3) = 1.26 of either where both are
-    equal."""
+    """Exponent of the smooth maximum of reading and computing."""
     layer_s: float = 1.72e-05
     """Latency of one layer inside a captured graph."""
     eager_layer_s: float = 0.00139
@@ -157,10 +156,9 @@ class EngineModel:
         if self.capacity_tokens <= 0:
             need = self.shape.weight_bytes(self.weights) / 1e9
             raise ValueError(
-                f"gpus: {self.tensor_parallel} {self.gpu.name} hold "
-                f"{self.tensor_parallel * self.gpu.memory_gb:.0f} GB and {self.shape.name} needs {need:.0f} GB in "
-                f"{self.weights}, without a KV cache; must be more GPUs for each engine "
-                "(--tensor-parallel), larger ones, or FP8"
+                f"gpus: {self.tensor_parallel} {self.gpu.name} hold {self.tensor_parallel * self.gpu.memory_gb:.0f} GB "
+                f"and {self.shape.name} needs {need:.0f} GB in {self.weights}, without a KV cache; must be more GPUs "
+                "for each engine (--tensor-parallel), larger ones, or FP8"
             )
 
     @property

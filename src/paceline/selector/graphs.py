@@ -93,7 +93,8 @@ def _plans(lengths: tuple[int, ...], max_num_requests: int) -> Iterator[tuple[tu
     """Yield draft lengths and capture sizes, best first."""
     highest = max(max_num_requests, min(LARGEST_STEP, max_num_requests * (lengths[-1] + 1)))
     yield lengths, list(range(1, highest + 1))
-    for fewer in (lengths, doubling(lengths), (0,)):
+    doubling = tuple(k for k in lengths if (k + 1).bit_count() == 1)
+    for fewer in (lengths, doubling, (0,)):
         unit = math.lcm(*(k + 1 for k in fewer))
         if unit > _SPACINGS[-1]:
             continue
@@ -101,11 +102,6 @@ def _plans(lengths: tuple[int, ...], max_num_requests: int) -> Iterator[tuple[tu
         for ceiling in range(top, max_num_requests - 1, -max(64, unit)):
             for spacing in _SPACINGS:
                 yield fewer, capture_sizes(ceiling, math.lcm(unit, spacing), fewer, max_num_requests)
-
-
-def doubling(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths k for which k + 1 is a power of two."""
-    return tuple(k for k in lengths if (k + 1).bit_count() == 1)
 
 
 def batch_grid(max_num_requests: int) -> list[int]:

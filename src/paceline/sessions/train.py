@@ -15,7 +15,6 @@ import json
 import signal
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -58,7 +57,11 @@ def run(config: Config, context: Context, *, resume: Path | None = None) -> Path
     task = make_task(config, tokenizer)
     check_lengths(config, task)
     directory = resume or new_directory(config)
-    with lock(directory / ".lock", on_wait=partial(_refuse_second_driver, directory)):
+
+    def refuse() -> None:
+        raise ValueError(f"resume: got {directory}, which another process is running; only one process can drive a run")
+
+    with lock(directory / ".lock", on_wait=refuse):
         return _run_in(directory, config, context, model_path, task, tokenizer)
 
 
@@ -107,10 +110,6 @@ def resumed_config(directory: Path, overrides: Sequence[str]) -> Config:
     if not (directory / "state").is_dir():
         raise ValueError(f"resume: got {directory}, which has no checkpoints (run.checkpoint_every=0); start a new run")
     return load_config(directory / "config.json", overrides)
-
-
-def _refuse_second_driver(directory: Path) -> None:
-    raise ValueError(f"resume: got {directory}, which another process is running; only one process can drive a run")
 
 
 async def _run(
@@ -230,9 +229,8 @@ def check_lengths(config: Config, task: Task) -> None:
     room = config.rollout.engine.max_model_len
     if longest + config.rollout.max_tokens > room:
         raise ValueError(
-            f"rollout.engine.max_model_len: got {room}; must be at least {longest + config.rollout.max_tokens} "
-            f"because prompts "
-            f"have up to {longest} tokens and rollout.max_tokens is {config.rollout.max_tokens}"
+            f"rollout.engine.max_model_len: got {room}; must be at least {longest + config.rollout.max_tokens} because "
+            f"prompts have up to {longest} tokens and rollout.max_tokens is {config.rollout.max_tokens}"
         )
 
 
