@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import TextIO
@@ -66,7 +66,3 @@ class Context:
         if self.cancelled.is_set():
             raise CancelledError("cancelled")
         self.report(line)
-
-    def quiet(self) -> Context:
-        """Return a copy that drops reports."""
-        return replace(self, report=lambda line: None)

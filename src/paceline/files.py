@@ -52,11 +52,8 @@ class ChecksumError(PacelineError):
 
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = False, private: bool = False) -> Iterator[Path]:
-    """Yield a path beside `path` to write to. It replaces `path` when the block ends and is removed if the block fails.
-
-    `durable` syncs it to disk, for files that must survive a power failure. `private` restricts access to the owner,
-    for rollouts and weights in shared directories.
-    """
+    """Yield a path beside `path`, which it replaces if the block succeeds. `durable` syncs it to disk, to survive a
+    power failure; `private` restricts access to the owner, for rollouts and weights in shared directories."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
     try:
         if private:
@@ -220,10 +217,8 @@ def read_checksums(directory: Path) -> dict[str, str]:
 
 def verify_checksums(directory: Path, *, complete: bool = False) -> bool:
     """Compare every file in SHA256SUMS with its checksum; raise ChecksumError for the first that differs or is missing.
-
-    `complete` also refuses files that are not in SHA256SUMS. Return False if there is no SHA256SUMS, as in checkpoints
-    that Paceline did not write.
-    """
+    `complete` also refuses files that are not listed. Return False without SHA256SUMS, as in checkpoints that Paceline
+    did not write."""
     recorded = directory / CHECKSUM_FILE
     if not recorded.is_file():
         return False
@@ -272,11 +267,9 @@ def lock(path: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 def create_owned(path: Path) -> int:
-    """Create a private file that is locked before it has its name; return the descriptor that holds the lock.
-
-    The kernel releases the lock when the owner ends. Unlike a process id in the name, a lock works across containers
-    that share the directory. filelock, which `lock` uses, truncates the file that it locks.
-    """
+    """Create a private file that is locked before it has its name; return the descriptor that holds the lock until the
+    owner ends. Unlike a process id in the name, a lock works across containers that share the directory. filelock,
+    which `lock` uses, truncates the file that it locks."""
     hidden = path.with_name(f".{path.name}")
     descriptor = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -331,10 +324,8 @@ def _remove_owned(path: Path, descriptor: int, owner_pid: int) -> None:
 
 
 def shared_token() -> str:
-    """Return a secret shared by all processes of this user on this machine; create it at the first call.
-
-    Do not cache it: after two first calls at once, both must read the one that was written last.
-    """
+    """Return a secret shared by all processes of this user on this machine; create it at the first call. Do not cache
+    it: after two first calls at once, both must read the one that was written last."""
     file = private_directory(SHARED_MEMORY / f"{SEGMENT_PREFIX}{os.getuid()}") / "token"
     if not file.exists():
         with atomic_file(file, private=True) as partial:
@@ -343,12 +334,9 @@ def shared_token() -> str:
 
 
 def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[tuple[int, Any]]:
-    """Yield the line number and value of every line of a JSON Lines file; raise ValueError for a line that is not JSON.
-
-    Lines end at newlines only: text may contain other line separators, such as U+2028. Skip a byte order mark at the
-    start. `strict` is for files that a program appends to: it skips a last line without a newline, which a crash cut
-    off, and refuses blank lines. Otherwise blank lines are skipped and the last line needs no newline.
-    """
+    """Yield line number and value of every line of a JSON Lines file; raise ValueError for a line that is not JSON.
+    Lines end at newlines only: text may contain other line separators, such as U+2028. `strict` is for files that a
+    program appends to: it skips a last line that a crash cut off, and refuses blank lines."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if strict and not line.endswith(b"\n"):

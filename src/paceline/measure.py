@@ -3,10 +3,8 @@
     {"name", "figures": {name: number}, "spread": {same names}, "goals": {name: [">=" | "<=", number]},
      "environment": {...}, "details": {...}}
 
-`spread` is one number. For a ratio of paired arms it is the width of the 95 % bootstrap interval of the median ratio;
-`details.paired` has the interval, the range (max - min) and the ratios. For other repeated figures it is the range. A
-single measurement or a count has spread 0. In records without `details.paired` all spreads are ranges. Exit code 0
-means measured; with `--check` a missed goal exits with 1.
+`spread` is the width of the 95 % bootstrap interval of the median for figures in `details.paired`, the range of other
+repeated measurements (max - min), and 0 for single ones. With `--check` a missed goal exits with 1.
 """
 
 from __future__ import annotations

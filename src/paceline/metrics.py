@@ -1,9 +1,7 @@
 """Metric values that know how to reduce, and the sinks that receive them.
 
 Workers send counts (`Mean(total, count)`) and readers compute rates, which rules out a mean of means. Keys are paths
-such as `rollout/accepted_length`. `metrics.jsonl` is always written, one JSON object per line; console, report and
-trackers use the same records. Sink failures are counted in `metrics/sink_errors`, lost records in
-`metrics/records_lost`; neither ends the run.
+such as `rollout/accepted_length`. `metrics.jsonl` is always written; console, report and trackers use the same records.
 
 Metrics are kept for every step. Details (`DETAILS`) grow with the batch and the fleet, to gigabytes after some thousand
 steps. When they exceed `DETAIL_BYTES`, details of intermediate steps are dropped until half of that is left.

@@ -26,10 +26,7 @@ Purpose = Literal["train", "eval"]
 
 
 class GroupId(NamedTuple):  # hashed in C, because the fleet hashes ids several times per rollout
-    """Identity of a group of rollouts. An aborted group is sampled again as another attempt.
-
-    Example: str(GroupId(17, attempt=1)) == "17.1/train"
-    """
+    """Identity of a group of rollouts, such as "17.1/train". An aborted group is sampled again as another attempt."""
 
     number: int
     """Position among the prompts of its purpose."""
@@ -46,10 +43,7 @@ class GroupId(NamedTuple):  # hashed in C, because the fleet hashes ids several 
 
 
 class RolloutId(NamedTuple):
-    """Identity of a rollout: its group and its index in the group.
-
-    Example: str(RolloutId(GroupId(17), 3)) == "17.0/train:3"
-    """
+    """Identity of a rollout, such as "17.0/train:3": its group and its index in the group."""
 
     group_id: GroupId
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]  hides tuple.index, which nothing calls
@@ -322,27 +316,20 @@ class Engine(Protocol):
 
 
 class Learner(Protocol):
-    """The process group that updates the policy.
-
-    One step: `score`, then `apply` or `discard`.
-    """
+    """The process group that updates the policy. One step: `score`, then `apply` or `discard`."""
 
     async def score(
         self, samples: Sequence[Sample], *, correction: CorrectionConfig | None = None, hand_over: bool = False
     ) -> Scores:
-        """Score samples under the current policy.
-
-        With `correction`, also compute the gradients of the samples that it corrects, in the same pass, if an update
-        is one optimizer step. With `hand_over`, also write hidden states of some samples for drafter training.
-        """
+        """Score samples under the current policy. With `correction`, also compute the gradients of the samples that it
+        corrects, in the same pass, if an update is one optimizer step. With `hand_over`, also write hidden states of
+        some samples for drafter training."""
         ...
 
     async def apply(self, samples: Sequence[Sample], *, pending: PendingGradients | None = None) -> Mapping[str, float]:
-        """Update the policy on corrected samples and return metrics.
-
-        With `pending`, use these gradients instead of computing them from the samples. A learner that was restarted
-        after `score` has lost them and computes them again, with the same result bit for bit.
-        """
+        """Update the policy on corrected samples and return metrics. With `pending`, use these gradients instead of
+        computing them from the samples. A learner that was restarted after `score` has lost them and computes them
+        again, with the same result bit for bit."""
         ...
 
     async def discard(self) -> None:

@@ -21,8 +21,7 @@ from paceline.drafters.provenance import read_evaluation, read_provenance, write
 
 
 def find(policy_name: str, kind: str, context: Context) -> Path:
-    """Return the directory of the policy's drafter of this kind. Build a grown policy's drafter if it is missing or
-    damaged."""
+    """Return the directory of the policy's drafter of this kind; build a grown policy's drafter if needed."""
     if kind not in assets.DRAFTERS:
         known = " or ".join(f"arena:{policy_name}/{known}" for known in assets.DRAFTERS)
         raise ValueError(f"speculation.drafter.path: got arena:{policy_name}/{kind}; must be {known}")

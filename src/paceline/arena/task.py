@@ -7,12 +7,10 @@
      ####42                         and the answer, which the reward verifies
 
 The number of terms is log-normal, truncated at 52: the median response has about 70 tokens, and one in a hundred has
-500 or more, the tail that rollout engines wait for. Every line has some free choices (connector, verb, check), so text
-has entropy for a drafter to predict. The arithmetic has none, so a sampling policy can always be right. Mistakes
-propagate to the end, so long problems fail more often.
+500 or more, the tail that rollout engines wait for. Wording is free, so text has entropy for a drafter to predict; the
+arithmetic has none, so a sampling policy can always be right. Mistakes propagate, so long problems fail more often.
 
-All functions are pure and seeded. The hash of a prompt decides whether it is held out, so no training stream contains a
-held-out problem.
+All functions are seeded. The hash of a prompt decides whether it is held out, so no training stream contains it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Checkpoints that are part of the package, for `paceline doctor`, the demo, benches and tests.
 
-    policy("small")              a policy of the arena, trained on its task: 3 M parameters
-    policy("tiny")               the same with 0.4 M parameters
+    policy("small")              a policy of the arena with 3 M parameters; "tiny" has 0.4 M
     drafter("small", "eagle3")   a drafter for it: eagle3 or dflash
 
-Weights are in bfloat16, and the drafters were trained on policies rounded to it. CARD.md lists the drafters' accepted
-lengths; `python -m scripts.rebuild_arena` rebuilds everything.
+Weights are in bfloat16. `python -m scripts.rebuild_arena` rebuilds everything.
 """
 
 from __future__ import annotations

@@ -87,8 +87,7 @@ def _score(
 def _greedy(
     found: Findings, learner: FsdpLearner, spoken: Sequence[Rollout], plain: Sequence[Rollout], temperature: float
 ) -> None:
-    """Count differences of greedy rollouts at which the learner sees no tie. At a tie, rounding decides between the
-    tokens, not speculation."""
+    """Count differences of greedy rollouts that are no ties to the learner; at a tie, rounding decides."""
     partings: list[dict[str, Any]] = []
     for mine, theirs in zip(spoken, plain, strict=True):
         position = first_difference(mine.token_ids, theirs.token_ids)

@@ -36,8 +36,7 @@ def certify(
     min_tokens: int = 2000,
     seed: int = 0,
 ) -> Result:
-    """Compare the config's engine in both precisions, with at least `min_tokens` sampled tokens each. FP8 applies to
-    the BF16 engine only."""
+    """Compare the config's engine in FP32 and BF16 (where FP8 applies) on at least `min_tokens` tokens each."""
     temperature = config.temperature
     figures: dict[str, float] = {}
     details: dict[str, object] = {"model": model_path.name, "temperature": temperature}

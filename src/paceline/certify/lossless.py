@@ -105,11 +105,8 @@ def examine(
     kinds: Sequence[Drafts] = KINDS,
     lengths: Sequence[int] = LENGTHS,
 ) -> Iterator[SamplerCell]:
-    """Return the sampler's chi-square at every position of every case, with `num_rows` verifications per case and
-    temperature.
-
-    Positions that too few rows reach are left out.
-    """
+    """Yield the sampler's chi-squares, with `num_rows` verifications per case and temperature. Positions that too few
+    rows reach are left out."""
     num_calls = -(-num_rows // _CHUNK)
     rows = -(-num_rows // num_calls)
     generator = torch.Generator().manual_seed(seed)
@@ -147,9 +144,8 @@ def examine(
 def _distributions(
     drafts: Drafts, length: int, vocabulary: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return unnormalized log-probabilities of policy and drafter: Zipf's law, shuffled at each position.
-
-    An adversarial drafter puts a third of its mass on a rare token of the policy, and none on the most likely one."""
+    """Return unnormalized log-probabilities of policy and drafter: Zipf's law, shuffled at each position. An
+    adversarial drafter puts a third of its mass on a rare token of the policy, and none on the most likely one."""
     rank_LV = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(length + 1)])
     rank_KV = rank_LV[:-1]
     target_LV = -0.8 * (rank_LV + 1.0).log()
@@ -171,10 +167,8 @@ def _distributions(
 def _step(
     drafts: Drafts, target_LV: torch.Tensor, draft_KV: torch.Tensor, temperature_B: torch.Tensor, drafter: Drafter
 ) -> Verification:
-    """Multiply logits by the temperature that the sampler divides by, so that every row has the same distribution.
-
-    The drafter's logits are in bfloat16, as in an engine.
-    """
+    """Multiply logits by the temperature that the sampler divides by, so that every row has the same distribution. The
+    drafter's logits are in bfloat16, as in an engine."""
     scale_B = temperature_B[:, None, None]
     if drafts == "one-hot":
         ids_BK, proposal_BKV = draft_KV.argmax(-1).expand(len(temperature_B), -1), None
@@ -298,8 +292,7 @@ _EVENTS = (_tokens, _prefixes, _pairs)
 
 
 def surprise(logp: Sequence[Floats], entropy: Sequence[Floats]) -> float:
-    """Return the z-score of sampled tokens against an exactly known distribution: its log-probabilities and entropies,
-    one row per sample."""
+    """Return the z-score of sampled tokens against an exact distribution, from log-probabilities and entropies."""
     logp_N, entropy_N = np.concatenate(logp).astype(np.float64), np.concatenate(entropy).astype(np.float64)
     gap_N = -logp_N - entropy_N
     scale = np.sqrt((gap_N**2).sum())
@@ -311,9 +304,8 @@ CLASSES: tuple[TokenClass, ...] = ("plain", "accepted", "recovered", "bonus")
 
 
 def token_classes(steps: Sequence[tuple[int, int]], num_tokens: int) -> list[TokenClass]:
-    """Classify each token of a rollout from the (draft tokens, emitted tokens) of its engine steps in order.
-
-    All emitted tokens but the last are accepted drafts; the last is the bonus token if every draft was accepted, else
+    """Classify each token of a rollout from the (draft tokens, emitted tokens) of its engine steps in order. All
+    emitted tokens but the last are accepted drafts; the last is the bonus token if every draft was accepted, else
     recovered. An end-of-sequence token among accepted drafts ends the rollout before the last emitted token."""
     classes: list[TokenClass] = []
     for num_drafts, num_emitted in steps:
@@ -336,8 +328,7 @@ VERDICT_NUMBER: dict[Verdict, int] = {"LOSSLESS": 1, "NOT LOSSLESS": 0, "INCONCL
 
 
 def verdict(*, failed: Sequence[str], missing: Sequence[str]) -> Verdict:
-    """Return the verdict. A failed test decides; passed tests of an engine that hardly drafted, and tests that did not
-    run, prove nothing."""
+    """Return the verdict: a failed test decides; tests that did not run, or hardly drafted, prove nothing."""
     if failed:
         return "NOT LOSSLESS"
     return "INCONCLUSIVE" if missing else "LOSSLESS"

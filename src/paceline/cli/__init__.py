@@ -140,10 +140,8 @@ def _cancelled_by_sigterm(context: Context) -> Iterator[None]:
 
 
 def _set_environment(*, verbose: bool) -> None:
-    """Disable usage reports and logs of libraries, unless the user has set these variables.
-
-    The Hugging Face hub stays reachable, because `data.kind = "datasets"` may download. Engines get local paths and
-    are offline in their own processes."""
+    """Disable usage reports and logs of libraries, unless the user has set these variables. The Hugging Face hub stays
+    reachable for `data.kind = "datasets"`; engines get local paths and are offline in their own processes."""
     for key, value in {
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +61,7 @@ def _tune(options: argparse.Namespace, context: Context) -> int:
     from paceline.rollout.speculation import check_drafter
     from paceline.selector.cost_file import save_costs
     from paceline.sessions import tune as session
-    from paceline.types import GroupId, RolloutRequest
+    from paceline.types import RolloutRequest
 
     if options.out.exists():
         raise ValueError(f"--out: got {options.out}, which exists; must be new")
@@ -71,15 +71,10 @@ def _tune(options: argparse.Namespace, context: Context) -> int:
     engine = config.rollout.engine
     check_drafter(speculation, model_path, engine)
     room = engine.max_model_len - session.room(speculation.max_draft_length)
+    fitting = (replace(prompt, token_ids=prompt.token_ids[-room:]) for prompt in prompts)
     requests = [
-        RolloutRequest(
-            group_id=GroupId(number),
-            index=0,
-            prompt_ids=prompt.token_ids[-room:],
-            max_tokens=1,
-            temperature=config.rollout.temperature,
-        )
-        for number, prompt in enumerate(islice(prompts, min(max(session.BATCHES), engine.max_num_seqs)))
+        RolloutRequest.of(prompt, number, max_tokens=1, temperature=config.rollout.temperature)
+        for number, prompt in enumerate(islice(fitting, min(max(session.BATCHES), engine.max_num_seqs)))
     ]
     tuning = session.tune(model_path, speculation, requests, engine, context=context, repetitions=options.passes)
     figures = tuning.figures()

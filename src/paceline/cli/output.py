@@ -21,10 +21,8 @@ FAILED = 2
 
 
 def with_own_lines(command: Callable[[TextIO], int], directory: Path) -> int:
-    """Run the command with the stream for its own lines, and return its exit code.
-
-    Nothing is redirected if the caller has replaced `sys.stderr`. Otherwise it stays redirected until the process ends,
-    because teardown writes too."""
+    """Run the command with the stream for its own lines, and return its exit code. Nothing is redirected if the caller
+    has replaced `sys.stderr`. Otherwise it stays redirected until the process ends, because teardown writes too."""
     if sys.stderr is not sys.__stderr__:
         return command(sys.stderr)
     lines = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1, errors="backslashreplace")

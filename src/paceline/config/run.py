@@ -26,7 +26,7 @@ class RunConfig(Section):
     them in the middle of rollouts."""
     too_old: Literal["wait", "abort"] = "wait"
     """Response to a group that would exceed `max_age`. `wait` makes the learner wait for it. `abort` samples it again
-    from the current policy; long responses are aborted more often, which biases training towards short ones."""
+    from the current policy; long responses are aborted more often, which biases training toward short ones."""
     save_every: Adjustable[int] = Field(default=0, ge=0)
     """Steps between saved policies; 0 saves the last one only."""
     checkpoint_every: Adjustable[int] = Field(default=10, ge=0)

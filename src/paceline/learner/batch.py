@@ -1,9 +1,8 @@
 """Pack samples into forward passes of each rank, as padded tensors.
 
 Rollouts are padded on the right without an attention mask: causal attention never sees the padding, and without a mask
-it takes its fast path. Packing several rollouts into one row would need a mask with quadratic cost or a varlen kernel,
-which CPUs lack. Rollouts of similar length share a pass. A new pass starts where it saves more padding than it costs,
-which leaves a few percent of padding.
+it takes its fast path. Packing several rollouts into one row would need a varlen kernel, which CPUs lack. Rollouts of
+similar length share a pass, and a new pass starts where it saves more padding than it costs.
 
 Dimension suffixes: B rollouts, S padded tokens (prompt and response), T padded response tokens, N response tokens
 without padding, R rows of one rollout per rank.
@@ -49,11 +48,9 @@ class PaddedBatch:
 
 
 def plan_passes(lengths: Sequence[int], *, budget: int, world_size: int) -> list[list[tuple[int, ...]]]:
-    """Return sample indices by rank and pass. All ranks have the same number of passes; some may be empty.
-
-    Samples are dealt to ranks by decreasing length, which balances the load and gives pass n about the same shape on
-    every rank. A pass has at most `budget` padded tokens, but at least one sample.
-    """
+    """Return sample indices by rank and pass. All ranks have the same number of passes; some may be empty. Samples are
+    dealt to ranks by decreasing length, which balances the load and gives pass n about the same shape on every rank. A
+    pass has at most `budget` padded tokens, but at least one sample."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     parts = pairwise(_cut(np.array([lengths[i] for i in order[::world_size]], np.int64), budget))
     slices = [slice(begin, end) for begin, end in parts]
@@ -80,10 +77,8 @@ def _cut(width_R: npt.NDArray[np.int64], budget: int) -> list[int]:
 
 
 def draw(costs: Sequence[float], budget: float, rng: np.random.Generator, *, fewest: int = 0) -> list[int]:
-    """Draw random samples up to the budget, and at least `fewest`.
-
-    Stop at the first sample that does not fit: continuing with shorter ones would bias the draw against long responses.
-    """
+    """Draw random samples up to the budget, and at least `fewest`. Stop at the first sample that does not fit:
+    continuing with shorter ones would bias the draw against long responses."""
     order = rng.permutation(len(costs))
     num_fitting = int(np.searchsorted(np.cumsum(np.asarray(costs, np.float64)[order]), budget, side="right"))
     return order[: max(fewest, num_fitting)].tolist()

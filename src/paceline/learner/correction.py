@@ -1,13 +1,12 @@
 """Correct the loss for the mismatch between engine and learner probabilities of the same tokens.
 
-The engine draws a token with behavior log-probability b. The learner computes o before the update and l during it.
-Without correction the loss clips the ratio exp(l - b) against the engine (verl's bypass mode), so the clip also affects
-tokens that only differ by rounding. Correction decouples the two gaps: the clip acts on exp(l - o), the change by the
-update, and the loss of the token is multiplied by a weight computed from
+The engine draws a token with log-probability b. The learner computes o before the update and l during it. Without
+correction the loss clips the ratio exp(l - b). With correction the clip acts on exp(l - o), the change by the update,
+and the loss of the token is multiplied by a constant weight computed from
 
     rho = exp(o - b),        raw importance ratio of learner over engine; its mean under the engine is 1
 
-The weight is data: no gradient flows through it. The presets, with cap C and band [low, high]:
+The presets, with cap C and band [low, high]:
 
     token-tis        min(rho_t, C)                             truncated: slightly biased, variance bounded by C
     sequence-tis     min(prod_t rho_t, C) for every token      unbiased for the rollout, variance grows with length
@@ -18,10 +17,7 @@ The weight is data: no gradient flows through it. The presets, with cap C and ba
 
 A token with weight 0 still counts in the loss normalizer. Sources: truncation with C = 2, Yao et al. 2025, "Your
 efficient RL framework secretly brings you off-policy RL training"; masks, Liu, Li et al. 2025, "When speed kills
-stability"; presets under the same names in verl (docs/algo/rollout_corr.md) and NeMo-RL
-(`truncated_importance_sampling_type`).
-
-Diagnostics use raw ratios, because truncated ratios look healthy in a broken run.
+stability". Diagnostics use raw ratios, because truncated ratios look healthy in a broken run.
 
 Legend: N response tokens of all rollouts, concatenated; R rollouts.
 """

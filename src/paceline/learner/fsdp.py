@@ -6,9 +6,9 @@ Every rank is one process with one FsdpLearner. All ranks make the same calls wi
                      every rank runs the same number of passes                        │
                                                                      policy_loss ──▶ backward ──▶ clip ──▶ AdamW
 
-If an update is one optimizer step, `score` can compute the gradients in the pass that scores the samples: each
-rollout's correction follows from its own log-probabilities. The gradients stay in the parameters as pending until
-`apply` or `discard`. `apply` without them runs a second pass, with the same result bit for bit.
+If an update is one optimizer step, `score` can compute the gradients in the same pass: the correction of a rollout
+follows from its own log-probabilities. They stay pending in the parameters until `apply` or `discard`. `apply` without
+them runs a second pass, with the same result bit for bit.
 
 FSDP2 gathers parameters and reduces gradients inside each pass, so a rank without samples runs an empty pass to avoid
 a deadlock. The loss is divided by counts of the whole minibatch, so the number of ranks and the micro-batch size change
@@ -63,11 +63,8 @@ class FsdpLearner:
         num_threads: int | None = None,
         device: DeviceKind | None = None,
     ) -> None:
-        """Load and shard the policy.
-
-        `temperature` is the sampling temperature of the rollouts. `store` connects the ranks; a single rank needs none.
-        `device` None selects a GPU if this process has one.
-        """
+        """Load and shard the policy. `temperature` is the sampling temperature of the rollouts; `store` connects
+        several ranks; `device` None selects a GPU if this process has one."""
         if not temperature > 0:
             raise ValueError(f"temperature: got {temperature}; must be above 0 because logits are divided by it")
         if config.world_size > 1 and store is None:
@@ -121,12 +118,9 @@ class FsdpLearner:
         tapped: Collection[int] | None = None,
         correction: CorrectionConfig | None = None,
     ) -> RankScores:
-        """Score every response token under the current policy.
-
-        With `taps`, also keep the hidden states of the samples in `tapped` (all if None), which hooks record in the
-        same forward pass. With `correction`, also compute the gradients of the samples that it corrects and hold them
-        as pending, unless an update takes several optimizer steps. Replaces gradients that are pending.
-        """
+        """Score every response token under the current policy. With `taps`, also keep the hidden states of the samples
+        in `tapped` (all if None). With `correction`, also compute the gradients of the samples that it corrects and
+        hold them as pending, unless an update takes several optimizer steps. Replaces pending gradients."""
         self._check(samples, trained_on=False)
         for tap in taps:
             if not 0 <= tap <= len(self._layers):
@@ -168,11 +162,8 @@ class FsdpLearner:
         return RankScores(logp=tuple(logp), entropy=tuple(entropy), states=states, pending=pending)
 
     def apply(self, samples: Sequence[Sample], pending: PendingGradients | None = None) -> dict[str, float]:
-        """Update the policy and return metrics, the same on every rank.
-
-        Use the pending gradients if this learner still holds them; otherwise take `minibatches` optimizer steps on the
-        samples.
-        """
+        """Update the policy and return metrics, the same on every rank. Use the pending gradients if this learner still
+        holds them; otherwise take `minibatches` optimizer steps on the samples."""
         self._check(samples, trained_on=True)
         sums = LossSums()
         grad_norms: list[float] = []
@@ -212,11 +203,9 @@ class FsdpLearner:
         self._optimizer.zero_grad()
 
     def calibrate(self, samples: Sequence[Sample], version: int, share: float = SHARE) -> dict[str, float]:
-        """Calibrate the KV scales of policy `version` on some of the samples, and store them in `kv_scales`.
-
-        Return metrics, the same on every rank. `saturated_share` is the share of values that the previous scales would
-        have clipped.
-        """
+        """Calibrate the KV scales of policy `version` on some of the samples, and store them in `kv_scales`. Return
+        metrics, the same on every rank; `saturated_share` is the share of values that the previous scales would have
+        clipped."""
         self._check(samples, trained_on=False)
         lengths = [len(sample.token_ids) for sample in samples]
         chosen = choose(lengths, share, np.random.default_rng((self._seed, version)))
@@ -240,10 +229,8 @@ class FsdpLearner:
         }
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield copies of the full tensors by checkpoint name; rank 0 also yields the untrained tensors.
-
-        Gathering is collective: every rank must consume every tensor.
-        """
+        """Yield copies of the full tensors by checkpoint name; rank 0 also yields the untrained tensors. Gathering is
+        collective: every rank must consume every tensor."""
         # A tied output head is in the state dict twice. The checkpoint's names decide whether it is written twice.
         for name, shard in self._scorer.policy.state_dict().items():
             if name in self._names:
@@ -258,9 +245,7 @@ class FsdpLearner:
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write a Hugging Face checkpoint directory atomically, with SHA256SUMS because safetensors has no checksum.
-
-        The default dtype keeps the master weights bit for bit.
-        """
+        The default dtype keeps the master weights bit for bit."""
         target = Path(path)
         if target.exists():
             raise ValueError(f"path: got {target}, which exists; must be new because checkpoints are never overwritten")

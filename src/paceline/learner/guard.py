@@ -1,8 +1,6 @@
 """Guard: respond to a growing mismatch, from correcting the loss to stopping the run. Pure functions.
 
     observe ─▶ correct ─▶ mask ─▶ raise precision ─▶ skip the update, push again ─▶ stop and save the batch
-               token-tis  token-  restart FP8        drop the batch                 a person has to look
-                          mis     engines in BF16
 
 Two causes look alike in one number and need different responses, so the mismatch is measured per engine:
 
@@ -12,20 +10,17 @@ Two causes look alike in one number and need different responses, so the mismatc
                  and the run's past, long before it is large. Another push repairs it; correction would hide it.
 
 A single engine has no others to compare with, so a jump beyond any smooth growth counts as a broken sync, and precision
-is raised if pushes do not help. Values that are not finite mean a broken engine, or, from the learner, a broken policy,
-which no push repairs.
+is raised if pushes do not help. Values that are not finite mean a broken engine, or, from the learner, a broken policy.
 
 The absolute limits follow published ones, as k3 in nats per token:
 
-    correct 0.002   NeMo-RL investigates above a mean multiplicative probability error of 1.05 between equal precisions
-                    (docs/adding-new-models.md): a Gaussian log ratio of deviation 0.063 has k3 = 0.063^2 / 2
-    skip    0.1     verl's example alarm on KL (docs/algo/rollout_corr.md, with chi-square above 1 and effective samples
-                    below 0.3)
+    correct 0.002   NeMo-RL investigates above a mean multiplicative probability error of 1.05 between equal precisions:
+                    a Gaussian log ratio of deviation 0.063 has k3 = 0.063^2 / 2
+    skip    0.1     verl's example alarm on KL (docs/algo/rollout_corr.md)
     mask 0.01 and raise precision 0.03 are our steps between the two
 
-They are upper bounds. The run's own limits come from its first steps: median and median absolute deviation of log k3
-over steps and engines. They follow slowly, so that a policy that sharpens over a thousand steps raises no alarm. A
-healthy FP8 run with a sudden tenfold k3 is broken well below the published limits.
+They are upper bounds: a healthy FP8 run with a sudden tenfold k3 is broken well below them. The run's own limits come
+from median and median absolute deviation of log k3 in its first steps, and follow slowly.
 """
 
 from __future__ import annotations
@@ -227,16 +222,13 @@ def _push_again(
     state: GuardState, cause: Cause, engines: tuple[str, ...], why: str, can_raise: bool
 ) -> tuple[GuardState, GuardDecision]:
     """Skip the batch and push again; after too many pushes restart engines in full precision, and then stop."""
-    num_pushes = state.num_pushes + 1
-    if num_pushes <= MAX_PUSHES:
-        state = replace(state, level=Level.SKIP, num_pushes=num_pushes)
-        return state, GuardDecision(level=Level.SKIP, cause=cause, why=why, engines=engines, update=False)
-    why += f"; {MAX_PUSHES} pushes did not help"
-    if can_raise:
-        return _raise(state, update=False, cause=cause, engines=engines, why=why)
-    return replace(state, level=Level.STOP), GuardDecision(
-        level=Level.STOP, cause=cause, why=why, engines=engines, update=False
-    )
+    level = Level.SKIP
+    if state.num_pushes >= MAX_PUSHES:
+        level, why = Level.STOP, f"{why}; {MAX_PUSHES} pushes did not help"
+        if can_raise:
+            return _raise(state, update=False, cause=cause, engines=engines, why=why)
+    state = replace(state, level=level, num_pushes=state.num_pushes + 1)
+    return state, GuardDecision(level=level, cause=cause, why=why, engines=engines, update=False)
 
 
 def _remember(state: GuardState, logs: Sequence[float]) -> GuardState:
@@ -261,10 +253,8 @@ def least_correction(configured: CorrectionConfig, level: Level) -> CorrectionCo
 
 
 def save_batch(directory: Path, samples: Sequence[Sample], learner_logp: Sequence[Floats]) -> Path:
-    """Save the inputs of a decision as batch.npz, readable without pickle, with SHA256SUMS.
-
-    Token arrays are concatenated over samples; `version_spans` has rows of sample, version and number of tokens.
-    """
+    """Save the inputs of a decision as batch.npz, readable without pickle, with SHA256SUMS. Token arrays are
+    concatenated over samples; `version_spans` has rows of sample, version and number of tokens."""
     with atomic_directory(directory) as partial:
         np.savez_compressed(
             partial / "batch.npz",

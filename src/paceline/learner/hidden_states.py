@@ -27,8 +27,7 @@ CHUNK_ROLLOUTS = 64
 """Rollouts per pass for callers that process many."""
 
 SHARE = 0.5
-"""Share of a step's rollouts that are written if the buffer allows: each adds to the time of the log-probability
-pass."""
+"""Share of a step's rollouts to write if the buffer allows: each adds to the log-probability pass."""
 
 
 class HiddenStateTap:

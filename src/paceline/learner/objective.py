@@ -48,11 +48,8 @@ def advantages(rewards: Sequence[float], kind: Literal["grpo", "centered"]) -> n
 
 
 def is_trained_on(rewards: Sequence[float], config: ObjectiveConfig) -> bool:
-    """Return whether a group takes part in the update.
-
-    A group with a failed reward (NaN) does not, because the other advantages would be wrong. A group of equal rewards
-    does not if the config drops such groups.
-    """
+    """Return whether a group takes part in the update. A group with a failed reward (NaN) does not, because the other
+    advantages would be wrong; a group of equal rewards does not if the config drops such groups."""
     if np.isnan(rewards).any():
         return False
     return len(set(rewards)) > 1 or not config.drop_uniform_groups

@@ -53,10 +53,8 @@ class RankScores:
 
 
 class TokenScorer(nn.Module):
-    """The policy with a forward pass that scores only chosen tokens: prompt tokens skip the output head.
-
-    It is FSDP2's root module, because FSDP2 gathers the root's parameters only in the root's forward pass.
-    """
+    """The policy with a forward pass that scores only chosen tokens: prompt tokens skip the output head. It is FSDP2's
+    root module, because FSDP2 gathers the root's parameters only in the root's forward pass."""
 
     def __init__(self, policy: PreTrainedModel, temperature: float) -> None:
         super().__init__()
@@ -92,10 +90,8 @@ class TokenScorer(nn.Module):
 
 @contextmanager
 def record_taps(layers: Sequence[nn.Module], taps: Sequence[int]) -> Generator[dict[int, torch.Tensor]]:
-    """Record the outputs of the tapped layers, and the first layer's input for tap 0, during a forward pass.
-
-    Hooks are needed because the last of transformers' own hidden states is the normed output, not the last layer's.
-    """
+    """Record the outputs of the tapped layers, and the first layer's input for tap 0, during a forward pass. The last
+    of transformers' own hidden states would be the normed output instead of the last layer's."""
     recorded: dict[int, torch.Tensor] = {}
 
     def keep(tap: int) -> Callable[[nn.Module, Any, Any], None]:

@@ -19,8 +19,7 @@ from paceline.plan.run_model import STAGES, Times, simulate
 ROUND_TOKENS = 1_000_000
 """Tokens of one drafter training round for a policy with billions of parameters."""
 HELDOUT_P90 = 0.20
-"""Error of the simulator on nine of ten held-out published figures (benchmarks/results/plan.json): the range of every
-answer."""
+"""Error of nine in ten held-out published figures (benchmarks/results/plan.json): the range of every answer."""
 LEVERS = ("plain", "speculation", "idle-worker drafting", "FP8", "asynchrony", "together")
 
 

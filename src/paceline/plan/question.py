@@ -173,8 +173,7 @@ def scenario(
 
 
 def _estimate_s(question: Question, layout: Layout, *, gain: float, max_age: int) -> float:
-    """Estimate the seconds of a step without simulation, to choose a layout: tokens over rate, or the longest
-    response."""
+    """Estimate the seconds of a step without simulation: tokens over rate, or the longest response."""
     plain = scenario(question, layout, alpha=None, precision="bf16", max_age=max_age)
     batch = min(max(question.num_rollouts // layout.num_engines, 1), question.max_num_seqs)
     context = question.mean_context

@@ -47,8 +47,6 @@ class Scenario:
     """Seconds of the update per token; scoring takes another third."""
     sync_s: float = 0.0
     steps: int = 1
-    warmup: int = 0
-    """Steps excluded from the result."""
 
     @property
     def num_rollouts(self) -> int:
@@ -143,7 +141,7 @@ def _config(scenario: Scenario) -> Config:
         None,
         [
             "policy.model=simulated",
-            f"run.steps={scenario.warmup + scenario.steps + 2 * scenario.max_age}",
+            f"run.steps={scenario.steps + 2 * scenario.max_age}",
             f"run.max_age={scenario.max_age}",
             f"rollout.prompts_per_step={scenario.num_groups}",
             f"rollout.group_size={scenario.group_size}",
@@ -171,7 +169,7 @@ def _selectors(scenario: Scenario) -> Iterator[Selector]:
 
 
 def _times(scenario: Scenario, sink: _Steps, engines: Sequence[BatchingEngine], seconds: float) -> Times:
-    counted = sink.steps[scenario.warmup + scenario.max_age : len(sink.steps) - scenario.max_age]
+    counted = sink.steps[scenario.max_age : len(sink.steps) - scenario.max_age]
 
     def mean(key: str) -> float:
         return sum(step.get(key, 0.0) for step in counted) / len(counted)

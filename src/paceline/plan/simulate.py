@@ -89,9 +89,8 @@ def finished_rollout(
     num_logp: int | None = None,
 ) -> Rollout:
     """Return a rollout without content that ends now. `drafts` are verifications, drafted and accepted tokens.
-
-    `num_logp` limits the log-probabilities: the loop compares each with the learner's, which would dominate the cost of
-    a simulation. Only the last token counts as sampled by `version_end`."""
+    `num_logp` limits the log-probabilities: comparing each with the learner's would dominate the cost of a simulation.
+    Only the last token counts as sampled by `version_end`."""
     spans = ((version, length - 1), (version_end, 1)) if length > 1 and version_end > version else ((version, length),)
     return Rollout(
         group_id=request.group_id,

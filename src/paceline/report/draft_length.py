@@ -35,8 +35,7 @@ def draft_length_panels(run: RecordedRun, step: int | None = None) -> list[Panel
 
 
 def curves(drafts: StepDrafts) -> Curves:
-    """Put the bins of all engines on one grid. Bins are aligned to their width: the widest bin holds the others
-    whole."""
+    """Put the bins of all engines on one grid of the widest bins; they hold the others whole."""
     width_s, first_s = float(drafts.width_s.max()), float(drafts.begin_s.min())
     number = np.floor((drafts.begin_s - first_s) / width_s + 1e-6).astype(np.int64)
     size = int(number.max()) + 1

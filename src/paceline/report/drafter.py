@@ -1,8 +1,7 @@
 """Report how drafter training followed the policy: acceptance, use of idle engines, cost and gain of updates.
 
-An update is a candidate drafter that the held-out slice has judged, published or refused. Its expected gain and cost
-come from the run's last decision to train (drafters/drift.py). `gain_s` is the same formula for the gain measured on
-the held-out slice: seconds of generation saved over the horizon of the decision.
+An update is a candidate drafter that the held-out slice has judged. Its expected gain and cost come from the run's last
+decision to train (drafters/drift.py); `gain_s` is the same formula for the gain measured on the held-out slice.
 """
 
 from __future__ import annotations

@@ -139,8 +139,7 @@ def _positive(values: Floats) -> Floats:
 
 
 def _histogram_panel(mismatches: Sequence[Mapping[str, Any]]) -> Panel:
-    """Plot learner over engine in the first and the last steps. Left of the middle the learner finds tokens less
-    likely."""
+    """Plot learner over engine in the first and last steps; on the left the learner finds tokens less likely."""
     parts = [part for part in ends(mismatches) if part]
     figure, axes = new_plot(2.5, half=True)
     edges = np.clip(HISTOGRAM_EDGES, -10 * np.sqrt(10), 10 * np.sqrt(10))

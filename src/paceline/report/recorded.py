@@ -1,7 +1,7 @@
 """Read a run's metrics.jsonl into records: steps, rollouts, device use and draft lengths.
 
-Only the columns of numbers that a page needs are kept. Memory is bounded by 8 bytes per metric of a step, and about the
-size of the details in the file, which long runs record for some steps only (metrics.py).
+Memory is bounded by 8 bytes per metric of a step, and about the size of the details, which long runs record for some
+steps only (metrics.py).
 """
 
 from __future__ import annotations

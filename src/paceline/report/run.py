@@ -165,8 +165,7 @@ def _draw_accuracy(axes: Axes, run: RecordedRun, reward: Floats) -> bool:
 
 
 def _interval_95(accuracy: Floats, num_prompts: int | None) -> Floats | None:
-    """Return half the width of the normal interval of a share. None if the values are no shares, or the number of
-    prompts was not recorded."""
+    """Return half the width of a share's normal interval; None for other values or an unknown number of prompts."""
     if not num_prompts or not ((accuracy >= 0) & (accuracy <= 1)).all():
         return None
     return 1.96 * np.sqrt(accuracy * (1 - accuracy) / num_prompts)
@@ -226,8 +225,7 @@ def _lengths_panel(run: RecordedRun) -> Panel:
 
 
 def _timeline_panel(run: RecordedRun, chosen: StepRollouts, remark: str) -> Panel:
-    """Plot rollouts in flight over one generation phase: all engines, then a row per engine, the last to finish on
-    top."""
+    """Plot rollouts in flight over one generation phase: all engines, then each, the last to finish on top."""
     window = chosen.window
     batches = [batch for batch in run.rollouts if batch.window[0] < window[1] and batch.window[1] > window[0]]
     found = occupancy(batches, within=window, evals=run.eval_intervals)

@@ -70,11 +70,9 @@ def occupancy(
     within: Interval | None = None,
     evals: Sequence[Interval] = (),
 ) -> Occupancy:
-    """Return occupancy over the generation phases of these steps or of `phases`, or over the part `within`.
-
-    Phases of successive steps overlap in asynchronous runs. As sets they count once, and rollouts of the next step
-    keep an engine busy too.
-    """
+    """Return occupancy over the generation phases of these steps or of `phases`, or over the part `within`. Phases of
+    successive steps overlap in asynchronous runs; as sets they count once, and rollouts of the next step keep an engine
+    busy too."""
     available: dict[str, list[Interval]] = defaultdict(list)
     for batch in batches if phases is None else phases:
         for engine in batch.engines:

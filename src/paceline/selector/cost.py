@@ -193,10 +193,9 @@ class Outlook:
         return np.sqrt(self._time_variance(k) + self._length_variance(k))
 
     def hope(self, k: int, optimism: float) -> Array:
-        """Return log rates plus `optimism` standard deviations of their difference from k.
-
-        A longer draft never takes less time than k, so its gain is capped by a free draft: a useless drafter has no
-        optimistic rate above k, however uncertain the times are."""
+        """Return log rates plus `optimism` standard deviations of their difference from k. A longer draft never takes
+        less time than k, so its gain is capped by a free draft: a useless drafter has no optimistic rate above k,
+        however uncertain the times are."""
         length_variance_K = self._length_variance(k)
         hope_K = self.log_rate_K + optimism * np.sqrt(self._time_variance(k) + length_variance_K)
         free_K = self.log_rate_K[k] + self._log_length_K - self._log_length_K[k] + optimism * np.sqrt(length_variance_K)
@@ -245,17 +244,6 @@ class CostModel:
             _covariance=self.step_time.covariance,
             _gradient_KJ=acceptance.gradient_KJ,
             _log_variance_J=acceptance.log_variance,
-        )
-
-    def expected_rate(self, num_requests: int, k: int, context_tokens: int) -> float:
-        """Return the steady-state tokens per second with draft length k."""
-        acceptance = self.acceptance
-        acceptance.refresh()
-        tokens = num_requests * acceptance.tokens_per_request[k]
-        return (
-            num_requests
-            * acceptance.accepted_length[k]
-            / self.step_time.seconds(num_requests, tokens, k, k, context_tokens)
         )
 
     def _learn(self, prior: Costs) -> None:

@@ -139,10 +139,8 @@ def differences(measured: Conditions, wanted: Conditions) -> list[str]:
 
 
 def require_same(path: Path, wanted: Conditions, *, model: str, drafter_path: str | None) -> None:
-    """Refuse a cost file of other conditions: it would mislead the selector at first.
-
-    `model` and `drafter_path` are the run's settings, for the command in the message.
-    """
+    """Refuse a cost file of other conditions: it would mislead the selector at first. `model` and `drafter_path` are
+    the run's settings, for the command in the message."""
     costs = load_costs(path)
     found = ["it names none"] if costs.measured_on is None else differences(costs.measured_on, wanted)
     if not found:

@@ -8,9 +8,8 @@ drafts are padded to 3 tokens, find only a graph for one request with two drafts
 
 Two kinds of plans have no such holes. Either every number of tokens is captured, which is affordable for few requests.
 Or all sizes are multiples of every k + 1: draft lengths are then 0, 1, 3, 7, 15 (k + 1 doubles), and the scheduler uses
-only those. Graphs cost memory: 7.81 GB for one strategy and 30.39 GB for all strategies in the TLT paper. A plan gives
-up, in this order: lengths between the doubling ones, fine spacing of the sizes, steps of many tokens (long drafts pay
-at small batches only), and finally drafts.
+only those. To save memory a plan gives up, in this order: lengths between the doubling ones, fine spacing of the sizes,
+steps of many tokens (long drafts pay at small batches only), and finally drafts.
 """
 
 from __future__ import annotations
@@ -112,7 +111,6 @@ def batch_grid(max_num_requests: int) -> list[int]:
 
 def capture_sizes(ceiling: int, spacing: int, draft_lengths: Sequence[int], max_num_requests: int) -> list[int]:
     """Return multiples of the spacing up to the ceiling, powers of two below it, and the largest batch of every length.
-
     If that batch is no multiple, the neighboring steps of all other lengths are captured too."""
     unit = math.lcm(*(k + 1 for k in draft_lengths))
     small = [2**power for power in range(spacing.bit_length()) if unit.bit_count() == 1]

@@ -105,9 +105,6 @@ class StepTime:
         x_KF /= seconds_K[:, None]
         return seconds_K, x_KF
 
-    def seconds(self, num_requests: int, num_tokens: float, verified: int, drafted: int, context: float) -> float:
-        return float(self.features(num_requests, num_tokens, verified, drafted, context) @ self._cost)
-
     def observe(self, features: Array, seconds: float) -> None:
         predicted = float(features @ self._cost)
         share = features * self._cost
@@ -138,10 +135,9 @@ class StepTime:
             self._bound()
 
     def _notice_shift(self, error: float, share: Array) -> None:
-        """Forget the machine's speed after two consecutive large errors of the same sign.
-
-        Either the speed has changed, or the very first step, which set the scale, was an outlier. Treated as outliers,
-        such steps would distort the ratios between draft lengths."""
+        """Forget the machine's speed after two consecutive large errors of the same sign: it has changed, or the very
+        first step, which set the scale, was an outlier. Treated as outliers, such steps would distort the ratios
+        between lengths."""
         deviation = math.sqrt(float(share @ self.covariance @ share) + self.noise)
         self._off = (self._off + min(max(error / deviation, -FAR_OFF), FAR_OFF)) / 2
         if abs(self._off) > SHIFT:

@@ -4,9 +4,8 @@
                                                                                          │
                                               held-out rollouts ──▶ evaluate ──▶ overlap, accepted length
 
-The drafter must predict the policy at the rollouts' temperature, so it is trained on the policy's samples instead of a
-dataset. Each epoch recomputes hidden states for a few dozen rollouts at a time: they are thousands of times larger than
-tokens, and the policy's forward pass is cheap compared with training.
+Each epoch recomputes hidden states for a few dozen rollouts at a time: they are thousands of times larger than tokens,
+and the policy's forward pass is cheap compared with training.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -100,23 +100,15 @@ def train_drafter(
     policy: str | None = None,
     data: str = "not stated",
 ) -> Evaluation:
-    """Sample, train a drafter of this kind (drafters/kinds.py), evaluate it, and write a checkpoint to `out`.
-
-    `policy`, by default the path, and `data`, a description of the prompts, are recorded in its provenance."""
+    """Sample, train a drafter of this kind (drafters/kinds.py), evaluate it, and write a checkpoint to `out`. Its
+    provenance records `policy`, by default the path, and `data`, a description of the prompts."""
     if out.exists():
         raise ValueError(f"out: got {out}, which exists; must not exist because a checkpoint is never overwritten")
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     samples = asyncio.run(_sample(model_path, prompts, recipe, config.max_position_embeddings, context))
-    learner = FsdpLearner(
-        model_path,
-        LearnerConfig(world_size=1, dtype=fast_precision(), microbatch_tokens=4096),
-        ObjectiveConfig(),
-        temperature=1.0,
-    )
-    try:
+    learner_config = LearnerConfig(world_size=1, dtype=fast_precision(), microbatch_tokens=4096)
+    with closing(FsdpLearner(model_path, learner_config, ObjectiveConfig(), temperature=1.0)) as learner:
         drafter, result, num_tokens = _train(kind, learner, model_path, samples, recipe, context)
-    finally:
-        learner.close()
     provenance = Provenance(
         policy=policy or str(model_path),
         data=data,

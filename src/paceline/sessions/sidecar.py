@@ -5,10 +5,8 @@
                                                             └── accepted length ◀── counters ──────────┘
 
 A round runs every `period_s`: load a newer policy, score new rollouts with it, train, publish a better drafter, and
-record metrics. Scoring and training take `share` of the time. Server and sidecar must share a machine, because the
-drafter passes through shared memory.
-
-The sidecar waits for a server that does not answer, and pushes the published drafter again after a server's restart.
+record metrics. The sidecar waits for a server that does not answer, and pushes the published drafter again after a
+server's restart.
 """
 
 from __future__ import annotations

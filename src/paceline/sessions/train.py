@@ -45,9 +45,8 @@ from paceline.types import Tokenizer
 
 
 def run(config: Config, context: Context, *, resume: Path | None = None) -> Path:
-    """Train in a new run directory, or resume the run in `resume`, and return the directory.
-
-    Ctrl-C and SIGTERM end every process before RunInterruptedError is raised."""
+    """Train in a new run directory, or resume the run in `resume`, and return the directory. Ctrl-C and SIGTERM end
+    every process before RunInterruptedError is raised."""
     check_data(config)
     check_groups(config)
     model_path = resolve_policy(config.policy.model, context)
