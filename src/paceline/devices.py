@@ -78,7 +78,6 @@ def fast_precision() -> Literal["bfloat16", "float32"]:
 
 
 def collective_backend(device: torch.device) -> Literal["nccl", "gloo"]:
-    """Return torch.distributed's backend for tensors on this device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 

@@ -143,7 +143,6 @@ def sha256(file: Path) -> str:
 
 
 def sha256_of(parts: Iterable[bytes | memoryview]) -> str:
-    """Return the SHA-256 of parts in memory."""
     total = hashlib.sha256()
     for part in parts:
         total.update(part)

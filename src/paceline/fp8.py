@@ -49,8 +49,6 @@ ROUTERS = ("gate", "shared_expert_gate", "router")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
-    """One matrix in FP8."""
-
     codes_NK: torch.Tensor
     scale: torch.Tensor
     """float32, one per block."""

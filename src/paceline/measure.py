@@ -65,7 +65,6 @@ def _plain(value: object) -> object:
 
 
 def table(result: Result) -> str:
-    """Format the figures as a table with a verdict for each goal."""
     rows = [("figure", "value", "spread", "goal", "")]
     for name, value in result.figures.items():
         relation, bound = result.goals.get(name, ("", None))

@@ -53,7 +53,6 @@ class Problem:
 
 
 def problems(seed: int) -> Iterator[Problem]:
-    """Yield the training problems of this seed."""
     return _stream(random.Random(f"arena train {seed}"), f"train/{seed}", heldout=False)  # noqa: S311  a task, not a secret
 
 

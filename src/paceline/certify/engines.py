@@ -6,8 +6,7 @@
     learner       samples of the FP32 engine, scored by the learner                log-probabilities by class, surprise
 
 vLLM has two model runners with different samplers: V2 on GPUs, V1 on CPUs and for features that V2 lacks. Certify tests
-the sampler of the runner that vLLM uses for the user's engine. The tests are in lossless.py; this module starts the
-engines in turn and collects their samples. A planted fault runs only the parts that it affects."""
+the sampler of the runner that vLLM uses for the user's engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`paceline certify logp`: compare the engine's log-probabilities with the learner's.
 
-The engine samples; the learner scores the same tokens. In FP32 the two must agree to rounding; in BF16 (the engine's
-weights and arithmetic, against a learner with FP32 master weights) the k3 estimate of KL(engine || learner) must be
-small. The floor of each comparison is the learner's difference from itself with the samples in other batches."""
+In FP32 the two must agree to rounding; in BF16, against a learner with FP32 master weights, the k3 estimate of
+KL(engine || learner) must be small. The floor of each is the learner's difference from itself in other batches."""
 
 from __future__ import annotations
 

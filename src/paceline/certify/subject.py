@@ -40,7 +40,6 @@ class Effort:
     long_tokens: int = 128
     """Greedy rollouts, and rollouts that the learner scores."""
     max_seconds: float = 300.0
-    """Limit of the whole duration."""
     conclusive: bool = True
     """True if it suffices for the verdict LOSSLESS."""
 
@@ -86,8 +85,6 @@ class Fault:
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """Findings of the parts so far."""
-
     figures: dict[str, float] = field(default_factory=dict)
     goals: dict[str, Goal] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
@@ -103,8 +100,6 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Subject of the certificate."""
-
     model_path: Path
     prompts: Sequence[Prompt]
     config: Config

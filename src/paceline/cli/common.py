@@ -19,7 +19,6 @@ LEARNED = ("eagle3", "dflash")
 """Trained kinds of drafter."""
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""Configs in the package."""
 
 
 def cache_root() -> Path:
@@ -27,7 +26,6 @@ def cache_root() -> Path:
 
 
 def make_context(lines: TextIO) -> Context:
-    """Return the context of a command that reports to `lines`."""
     return Context(
         report=lambda line: print(line, file=lines, flush=True),
         cache_root=cache_root(),

@@ -54,7 +54,6 @@ GROUPS = {
 
 
 def build(commands: Sequence[Command], *, prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """Return the parser of a program with these subcommands."""
     top = argparse.ArgumentParser(
         prog=prog, description=cleandoc(description), epilog=cleandoc(epilog), formatter_class=_RAW
     )
@@ -72,7 +71,6 @@ def build(commands: Sequence[Command], *, prog: str, description: str, epilog: s
 
 
 def fill(parser: argparse.ArgumentParser, command: Command) -> None:
-    """Make the parser a command's."""
     examples = cleandoc(command.examples).splitlines()
     parser.description = cleandoc(command.details) or f"{command.help[:1].upper()}{command.help[1:]}."
     parser.epilog = "\n  ".join([f"example{'s' if len(examples) > 1 else ''}:", *examples])

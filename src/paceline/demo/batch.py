@@ -53,7 +53,6 @@ class DemoTimeline:
     draft_length: list[int] = field(default_factory=list)
 
     def add(self, seconds: float, num_running: int, num_tokens: int, draft_length: int) -> None:
-        """Add a step."""
         self.at_s.append(seconds)
         self.running.append(num_running)
         self.num_tokens.append(num_tokens)

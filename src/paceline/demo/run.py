@@ -56,7 +56,6 @@ QUICK = Size(num_requests=8, longest=100, num_prompts=4, samples_per_prompt=16, 
 def run(
     *, context: Context, config_file: Path, page: Path, overrides: Sequence[str] = (), size: Size = FULL, seed: int = 0
 ) -> Result:
-    """Run the demo and write `page`."""
     began_s = time.monotonic()
     model_path = resolve_policy(size.model, context)
     drafter = resolve_drafter(f"{size.model}/eagle3", context)

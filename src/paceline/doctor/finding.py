@@ -15,8 +15,6 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Result of one check."""
-
     status: Status
     evidence: str
     """Observation, or why the check did not run."""
@@ -40,7 +38,6 @@ def failed(evidence: str, advice: str = "") -> Finding:
 
 
 def counts(findings: Sequence[Finding]) -> dict[Status, int]:
-    """Return the number of checks per status."""
     found = [finding.status for finding in findings]
     return {status: found.count(status) for status in ("passed", "failed", "skipped")}
 

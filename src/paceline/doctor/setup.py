@@ -185,7 +185,6 @@ class Setup:
         return engine
 
     def generate(self, temperature: float) -> list[Rollout]:
-        """Sample one rollout per prompt."""
         room = min(_MAX_TOKENS, self.config.rollout.max_tokens)
         longest = self.config.rollout.engine.max_model_len
         requests = [

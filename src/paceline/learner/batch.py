@@ -32,8 +32,6 @@ _PASS_COST = 1 / 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PaddedBatch:
-    """Padded samples of one forward pass."""
-
     indices: tuple[int, ...]
     """Indices of the samples; empty if the rank has none left."""
     input_ids_BS: torch.Tensor

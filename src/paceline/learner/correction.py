@@ -160,7 +160,6 @@ class Diagnosis:
     clip_share: float = math.nan
     """Share of tokens with a ratio outside [1 / cap, cap]."""
     quantiles: Mapping[str, float]
-    """Quantiles of rho."""
 
     def metrics(self) -> dict[str, float]:
         """Return the figures without a metric of their own."""

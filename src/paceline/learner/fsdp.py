@@ -198,7 +198,6 @@ class FsdpLearner:
         }
 
     def discard(self) -> None:
-        """Drop pending gradients, if any."""
         self._pending = None
         self._optimizer.zero_grad()
 

@@ -100,8 +100,6 @@ class GuardDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardState:
-    """State of the guard between steps."""
-
     past: tuple[float, ...] = ()
     """log k3 of each engine in each of the first steps."""
     num_steps: int = 0

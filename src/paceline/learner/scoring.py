@@ -46,7 +46,6 @@ class RankScores:
     logp: tuple[Floats, ...]
     """Log-probability of each response token, at the rollout temperature."""
     entropy: tuple[Floats, ...]
-    """Entropy of the distribution of each response token."""
     states: Mapping[int, HiddenStates]
     """Hidden states by sample index; empty without taps. Each requested sample is on exactly one rank."""
     pending: PendingGradients | None = None

@@ -29,7 +29,6 @@ from paceline.report.plots import (
 from paceline.report.render import write_page
 
 SWEEP = tuple(2**power for power in range(3, 13))
-"""Numbers of GPUs in a sweep."""
 _SWEPT = {"plain": GRAY, "speculation": BLUE, "asynchrony": GREEN, "together": RED}
 
 

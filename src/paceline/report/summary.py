@@ -241,7 +241,6 @@ def truncated_of(run: RecordedRun, batches: Sequence[StepRollouts]) -> float | N
 
 
 def middle_of(values: Sequence[float] | Floats) -> float | None:
-    """Return the median of the finite values."""
     finite = np.asarray(values, dtype=np.float64)
     finite = finite[np.isfinite(finite)].tolist()
     return median(finite) if finite else None

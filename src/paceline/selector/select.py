@@ -10,8 +10,6 @@ The measured selector takes the argmax of the expected rate of `cost.py`, with t
   gives no acceptance data, so one token is drafted after 32 steps, then 64, then every 128: this finds a recovered
   drafter at a cost below 1 %.
 - **Hysteresis.** A new best length must lead by `MARGIN`, which decays from the last change.
-
-A choice takes effect in two steps: the drafter drafts in this one, the policy verifies in the next.
 """
 
 from __future__ import annotations

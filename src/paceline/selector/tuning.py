@@ -16,8 +16,6 @@ Cells = dict[tuple[int, int], list[Step]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Measured steps and their costs."""
-
     cells: Cells
     costs: Costs
 

@@ -49,8 +49,6 @@ reached 6.1 within a stage."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart:
-    """Recipe of a drafter."""
-
     train_tokens: int
     """Tokens of the first stage, prompts included; each pass over a rollout counts."""
     most_tokens: int = 0

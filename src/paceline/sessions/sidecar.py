@@ -152,8 +152,7 @@ class _Sidecar:
         self._policy = PolicyStates(settings.policies, drafter, learner)
         self._files = RolloutFiles(settings.rollouts)
         self._reader: RolloutReader | None = None
-        self._sink = None if settings.metrics is None else JsonlSink(settings.metrics)
-        self._recorder = None if self._sink is None else Recorder(self._sink)
+        self._recorder = None if settings.metrics is None else Recorder(JsonlSink(settings.metrics))
         self._began_s = time.monotonic()
         self._num_rounds = self._num_broken = self._saved_version = 0
 
@@ -171,8 +170,8 @@ class _Sidecar:
     def close(self) -> None:
         self._updater.close()
         self._policy.close()
-        if self._sink is not None:
-            self._sink.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _round(self, began_s: float) -> None:
         settings, policy = self._settings, self._policy

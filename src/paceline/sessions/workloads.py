@@ -45,7 +45,6 @@ def resolve_policy(model: str, context: Context) -> Path:
 
 
 def resolve_drafter(path: str, context: Context) -> Path:
-    """Return the directory of a drafter."""
     from paceline.arena import drafter
 
     if (named := arena_policy(path)) is None:
