@@ -123,7 +123,7 @@ async def _update(
         verify_s=max(report.verify_s for report in reports),
         load_s=max(report.load_s for report in reports),
         num_bytes=push.num_bytes,
-        num_mismatched=sum(len(mismatched(push.fingerprints, report.fingerprints)) for report in reports),
+        num_mismatched=sum(len(mismatched(push.fingerprints_of(0), report.fingerprints)) for report in reports),
     )
 
 

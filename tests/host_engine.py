@@ -77,7 +77,7 @@ class HostEngine:
             return PushReport(version=push.version, refused=str(error))
         self.weights = {name: tensor.clone() for name, tensor in found}
         self.version = push.version
-        return PushReport(version=push.version, fingerprints=push.fingerprints | self.forge)
+        return PushReport(version=push.version, fingerprints=push.fingerprints_of(0) | self.forge)
 
     def accepted_length(self, documents: Sequence[Any]) -> float:
         """What the drafter in the engine would bring."""

@@ -86,7 +86,7 @@ class TwoWorkers:
         held = self.ask_workers("applied_fingerprints")
         assert len(held) == 2
         for worker in held:
-            assert (worker[target]["version"], worker[target]["fingerprints"]) == (version, push.fingerprints)
+            assert (worker[target]["version"], worker[target]["fingerprints"]) == (version, push.fingerprints_of(0))
 
     def gap(self, weights: dict[str, torch.Tensor], rollouts: list[Rollout]) -> float:
         """Largest difference between log-probabilities of the engine and of these weights on one device."""

@@ -55,7 +55,7 @@ class Host:
             push = replace(push, entries=(entry, *push.entries[1:]))
         message = json.loads(json.dumps(push.to_dict()))  # as a server gets it
         (answer,) = self.call(PUSH, message)
-        return answer, push.fingerprints
+        return answer, push.fingerprints_of(0)
 
 
 def main(model: str, drafter: str, random: str, prompts: str) -> None:

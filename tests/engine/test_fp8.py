@@ -100,7 +100,7 @@ def test_quantized_tensors_are_the_reference_bit_for_bit_after_every_push(wire: 
         }
         receipt = wire.deliver(push)
         assert receipt.ok, receipt.error
-        assert wire.held() == push.fingerprints
+        assert wire.held() == push.fingerprints_of(0)
 
 
 def test_other_weights_have_other_fingerprints_in_every_tensor(wire: Wire) -> None:
@@ -127,7 +127,9 @@ def test_planted_fault_in_the_engine_is_found_where_its_kernel_reads(wire: Wire)
     push = wire.stage(7, seed=7)
     assert wire.deliver(push).ok
     fp8 = {
-        name: value for name, value in push.fingerprints.items() if name not in {entry.name for entry in push.entries}
+        name: value
+        for name, value in push.fingerprints_of(0).items()
+        if name not in {entry.name for entry in push.entries}
     }
     for kind, names in {
         "weight": ["model.layers.0.self_attn.qkv_proj.weight.fp8"],

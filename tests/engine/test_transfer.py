@@ -120,7 +120,7 @@ def test_every_update_samples_from_the_new_weights(wire: Wire) -> None:
         push = wire.sender.stage(version, new.items())
         receipt = wire.deliver(push)
         assert receipt.ok, receipt.error
-        assert wire.held()["policy"]["fingerprints"] == push.fingerprints
+        assert wire.held()["policy"]["fingerprints"] == push.fingerprints_of(0)
         assert (wire.held()["policy"]["version"], wire.engine.policy_version) == (version, version)
         rollouts = wire.sample()
         assert {rollout.policy_version for rollout in rollouts} == {version}
@@ -251,7 +251,7 @@ def test_pushes_by_broadcast_are_checked_and_loaded_like_those_through_shared_me
             push = sender.stage(version, new.items())
             receipt = wire.run(send(push))
             assert receipt.ok, receipt.error
-            assert wire.held()["policy"]["fingerprints"] == push.fingerprints
+            assert wire.held()["policy"]["fingerprints"] == push.fingerprints_of(0)
             assert furthest(wire, new, wire.sample()) < TOLERANCE[wire.engine.config.dtype]
             held, before = wire.held(), wire.probe()
             del new["model.layers.1.mlp.up_proj.weight"]

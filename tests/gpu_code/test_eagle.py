@@ -90,7 +90,7 @@ def test_pushed_drafter_is_held_and_leaves_the_policy_alone(eagle: DrivenEngine,
             receipt = eagle.run(eagle.engine.receive(push))
             assert receipt.ok, receipt.error
             (held,) = eagle.rpc("applied_fingerprints")
-            assert held["drafter"]["fingerprints"] == push.fingerprints
+            assert held["drafter"]["fingerprints"] == push.fingerprints_of(0)
             rollouts = eagle.sample([PROMPT] * 8, max_tokens=MAX_TOKENS)
             assert sum(rollout.num_drafted for rollout in rollouts) > 0
             assert furthest(rollouts, reference(eagle.path, eagle.weights(), rollouts)) < TOLERANCE

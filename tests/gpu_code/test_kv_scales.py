@@ -29,7 +29,7 @@ def test_pushed_kv_scales_are_held_and_matter(fp8: DrivenEngine) -> None:
         receipt = fp8.run(fp8.engine.receive(push))
         assert receipt.ok, receipt.error
         (held,) = fp8.rpc("applied_fingerprints")
-        assert held["policy"]["fingerprints"] == push.fingerprints
+        assert held["policy"]["fingerprints"] == push.fingerprints_of(0)
         return fp8.sample([tuple(range(2, 15))], max_tokens=6, seed=1)[0].logp.tolist()
 
     try:

@@ -52,7 +52,7 @@ def test_pushed_policy_samples_and_a_bad_push_leaves_no_trace(plain: DrivenEngin
         receipt = plain.run(plain.engine.receive(push))
         assert receipt.ok, receipt.error
         (held,) = plain.rpc("applied_fingerprints")
-        assert held["policy"]["fingerprints"] == push.fingerprints
+        assert held["policy"]["fingerprints"] == push.fingerprints_of(0)
         rollouts = plain.sample(PROMPTS, max_tokens=8)
         assert {rollout.policy_version for rollout in rollouts} == {1}
         assert furthest(rollouts, reference(plain.path, new, rollouts)) < TOLERANCE

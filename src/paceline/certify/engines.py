@@ -41,7 +41,7 @@ from paceline.rollout.internals import rejection_sampler, rejection_sampler_v2
 from paceline.rollout.internals.model_runner import planned_runner
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.internals.sampler_fix import mend_sampler
-from paceline.rollout.sampler import refuse_lossy
+from paceline.rollout.speculation import refuse_lossy
 from paceline.types import Prompt, Rollout, RolloutRequest
 
 _FEWEST_DRAFTED = 1000

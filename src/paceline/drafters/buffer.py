@@ -2,9 +2,8 @@
 
     learner's ranks ── put ──▶ one file a document, moved into place ──▶ trainers on the node ── draw, heldout ──▶ mmap
 
-The directory is usually in shared memory. Readers map files instead of copying them, and a removed file stays intact
-for its readers. The name of a file holds version, length and use, so listing the directory opens no files. Each file
-carries a checksum, which is verified when the file is mapped.
+The directory is usually in shared memory. Readers map files, so a removed file stays intact for them. The name of a
+file holds version, length and use, so listing the directory opens no files.
 
 The oldest policy versions are evicted first, with two exceptions. Many short responses would crowd out the long ones,
 which matter most because they form the tail of a phase, so the longest documents of earlier versions keep a share of

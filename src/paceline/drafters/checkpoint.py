@@ -3,7 +3,6 @@
     kinds.new_drafter ──▶ trainer.py ──▶ save ──▶ vLLM, speculators       widen: the same drafter for a grown policy
     load ────────────────────┘
 
-eagle.py and dflash.py define the forward passes. `preflight` checks a checkpoint against a policy.
 "Taps" are the auxiliary hidden states of the policy that a drafter reads, numbered as vLLM does: i is after i layers.
 """
 
@@ -207,10 +206,7 @@ def taps_among(drafter_path: Path, num_layers: int) -> tuple[int, ...]:
 
 
 def preflight(drafter_path: Path, model_path: Path, *, kind: str, max_model_len: int) -> None:
-    """Refuse a drafter that does not match this policy.
-
-    vLLM loads most mismatches without a warning and then accepts nothing.
-    """
+    """Refuse a mismatch of drafter and policy: vLLM loads most without a warning, and then accepts nothing."""
     who = f"speculation.drafter.path: {drafter_path}"
     config, layer, shapes = read_parts(drafter_path, kind, who=who)
     policy = policy_config(model_path)
@@ -272,10 +268,7 @@ def _check_taps(
 
 
 def read_parts(path: Path, kind: str, *, who: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Return a drafter's config, its layer's config and its shapes by name, without loading weights.
-
-    Verify checksums if there are any. `who` starts every error message.
-    """
+    """Return a drafter's config, its layer's config and its shapes by name. `who` starts every error message."""
     weights = sorted(path.glob("*.safetensors"))
     if not (path / "config.json").is_file() or not weights:
         raise ValueError(

@@ -62,13 +62,12 @@ class _Chain:
     """Keys and values of all steps so far, in the role of transformers' cache."""
 
     def __init__(self) -> None:
-        self._keys: dict[int, list[torch.Tensor]] = {}
-        self._values: dict[int, list[torch.Tensor]] = {}
+        self._layers: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
+        keys, values = self._layers.setdefault(layer, ([], []))
         # [1, heads, tokens, E] -> [tokens, heads, E]
         keys.append(key[0].transpose(0, 1))
         values.append(value[0].transpose(0, 1))

@@ -1,8 +1,6 @@
 """`paceline export drafter`: a speculators checkpoint that stock vLLM serves, with a model card.
 
-    checkpoint or RUN/drafter/ ──▶ check ──▶ OUT: weights, config, checksums, evaluation, provenance, README.md
-
-Weights are copied byte by byte and verified.
+checkpoint or RUN/drafter/ ──▶ check ──▶ OUT: weights, config, checksums, evaluation, provenance, README.md
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ def drafter_kind(directory: Path, *, key: str) -> str:
 
 
 def export_drafter(source: Path, out: Path, *, policy: str | None = None) -> None:
-    """Write the drafter of `source`, a checkpoint or a run, to `out` atomically.
-
-    `policy` is the policy's public name; by default the name recorded in training.
-    """
+    """Write the drafter of a checkpoint or a run to `out`. `policy` is the policy's public name, if not as recorded."""
     if out.exists():
         raise ValueError(f"OUT: got {out}, which exists; must not exist because an export never overwrites")
     directory = find_drafter(source)

@@ -70,12 +70,8 @@ class HistoryExchange:
 
     def _write(self) -> None:
         while self._buffer:
-            count, num_tokens = 0, 0
-            while count < len(self._buffer) and (
-                count == 0 or num_tokens + len(self._buffer[count].token_ids) <= _MAX_TOKENS
-            ):
-                num_tokens += len(self._buffer[count].token_ids)
-                count += 1
+            ends = np.cumsum([len(record.token_ids) for record in self._buffer])
+            count = max(1, int(np.searchsorted(ends, _MAX_TOKENS, "right")))
             records, self._buffer = self._buffer[:count], self._buffer[count:]
             name = f"{time.time_ns():020d}-{self._name}{_SUFFIX}"
             with atomic_file(self._directory / name, private=True) as partial:

@@ -316,12 +316,10 @@ def _begin(pages, rollouts, token_ids, num_prompt, min_match):
         if not _is_live(pages, place) or pages.prompt[_slot(pages, place)] == prompt:
             break
         place = pages.older[place & (len(pages.tokens) - 1)]
-    if _is_live(pages, place) and pages.prompt[_slot(pages, place)] == prompt:
-        num_context = min(num_prompt, rollouts.tail.shape[1])
-        position = insert(pages, prompt, token_ids[num_prompt - num_context : num_prompt], num_context, min_match)
-    else:
-        num_context = min(num_prompt, len(pages.tokens) // 2)
-        position = insert(pages, prompt, token_ids[num_prompt - num_context : num_prompt], 0, min_match)
+    known = _is_live(pages, place) and pages.prompt[_slot(pages, place)] == prompt
+    num_kept = min(num_prompt, rollouts.tail.shape[1] if known else len(pages.tokens) // 2)
+    kept = token_ids[num_prompt - num_kept : num_prompt]
+    position = insert(pages, prompt, kept, num_kept if known else 0, min_match)
     rollouts.prompt[entry] = prompt
     rollouts.length[entry] = num_prompt
     rollouts.position[entry] = position

@@ -43,10 +43,9 @@ class Guesses:
 def score_guesses(
     drafter: Drafter, pack: Pack, normed: Sequence[torch.Tensor], head_VD: torch.Tensor, *, overlap_share: float = 0.0
 ) -> Guesses:
-    """Compare guesses with the policy's distribution.
+    """Score guesses: `normed` holds the inputs of the drafter's output head by step; `head_VD` is the policy's head.
 
-    `normed` holds the inputs of the drafter's output head by step; `head_VD` is the policy's head. The loss is (1 -
-    `overlap_share`) x cross-entropy + `overlap_share` x (1 - overlap)."""
+    The loss is (1 - `overlap_share`) x cross-entropy + `overlap_share` x (1 - overlap)."""
     num_anchors = len(pack.anchor_A)
     score = partial(_score_step, drafter, head_VD=head_VD, overlap_share=overlap_share)
     size = max(1, _CHUNK_LOGITS // len(head_VD))

@@ -5,8 +5,6 @@ After the policy has read x_0..x_t and sampled x_{t+1}, a drafter guesses x_{t+2
 up to t, which the policy has confirmed, and the keys of its own guesses. Documents packed into one pass attend to their
 own blocks only, and only these blocks are computed.
 
-"Taps" are the auxiliary hidden states of the policy that a drafter reads.
-
 Dimension suffixes: N packed input positions, A anchors, D policy hidden size, H drafter hidden size, K taps, V
 vocabulary, J steps; inside attention H key heads, G queries per key head, R rows, Q queries and S keys in a row, E head
 dimension.

@@ -1,8 +1,4 @@
-"""Quality and origin of a drafter: two files in its checkpoint directory, shown by `paceline export drafter`.
-
-evaluation.json    overlap and accepted length on held-out rollouts
-provenance.json    policy, data, tokens, seed, RL steps, versions
-"""
+"""Quality and origin of a drafter: two files in its checkpoint directory, shown by `paceline export drafter`."""
 
 from __future__ import annotations
 

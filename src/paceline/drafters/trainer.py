@@ -11,15 +11,12 @@ grows because later steps build on the first one and cost as much time each.
 
 Online training has no known end and a constant learning rate. It publishes the mean of the weights over the last steps,
 which has less noise (accepted length 4.57 instead of 4.49 on arena:small), and continues from the weights.
-
-Several workers train on different documents and are averaged between slices, weights and optimizers alike, weighted by
-the tokens seen since the last average. A worker that joins loads the average.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +26,7 @@ from torch import nn
 
 from paceline.config import DrafterTrainingConfig
 from paceline.devices import computes_bfloat16
+from paceline.drafters.drift import Verdict, judge
 from paceline.drafters.kinds import guess
 from paceline.drafters.packing import Document, make_pack
 from paceline.drafters.provenance import Evaluation
@@ -325,6 +323,29 @@ def evaluate(
         accepted_length=tuple((num_tokens / num_verifications).tolist()),
         num_tokens=num_tokens,
     )
+
+
+def compare(
+    drafter: Drafter,
+    states: Iterable[State],
+    documents: Sequence[Document],
+    head_VD: torch.Tensor,
+    *,
+    draft_length: int,
+    config: DrafterTrainingConfig,
+) -> Verdict | None:
+    """Judge the second of two states against the first; return None with too few tokens.
+
+    Both are loaded into `drafter`, which has the second state's weights afterward."""
+    if 4 * sum(document.num_anchors for document in documents) < config.heldout_tokens:
+        return None
+    found = []
+    for state in states:
+        load_weights(drafter, state)
+        found.append(evaluate(drafter, documents, head_VD, draft_length=draft_length))
+    before, after = found
+    lengths = before.accepted_length[-1], after.accepted_length[-1]
+    return judge(before=lengths[0], after=lengths[1], num_tokens=after.num_tokens, config=config)
 
 
 def expected_verifications(accept_AJ: Floats) -> float:

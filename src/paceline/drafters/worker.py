@@ -212,7 +212,7 @@ class TrainingWorker:
 
     def _judge(self) -> bool:
         """Compare a new base with the published one, unless another worker has."""
-        from paceline.drafters.comparison import compare
+        from paceline.drafters.trainer import compare
 
         published = self._rounds.published()
         if self._round == published or self._rounds.verdict(self._round) is not None:

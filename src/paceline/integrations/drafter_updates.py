@@ -8,9 +8,8 @@
 Calls of `update` keep to their budget on average: an overrun shortens the next ones. The engine's acceptance decides
 whether training pays (drift.py). Since the host grants the budget, a gain must exceed only the cost of publishing.
 
-No exception reaches the host: failures are counted in `draft/failures`, logged once, and repeated failures end
-training; the engine then keeps its drafter. The engine's counters report the version of its drafter, so a restarted
-engine is detected and gets the published drafter again.
+No exception reaches the host: failures are counted in `draft/failures`, logged once, and end training if repeated. The
+engine's counters report the version of its drafter, so a restarted engine gets the published drafter again.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ from torch import nn
 from paceline.config import DrafterTrainingConfig
 from paceline.drafters.buffer import Buffer
 from paceline.drafters.checkpoint import load, save, weights_of
-from paceline.drafters.comparison import compare
-from paceline.drafters.drift import DriftMonitor, Verdict
+from paceline.drafters.drift import DriftMonitor
 from paceline.drafters.failures import MAX_FAILURES, Failures
 from paceline.drafters.packing import Document
 from paceline.drafters.provenance import Provenance, write_provenance
-from paceline.drafters.trainer import WEIGHTS, DrafterTrainer, Schedule, State, load_weights, trained
+from paceline.drafters.trainer import WEIGHTS, DrafterTrainer, Schedule, State, compare, load_weights, trained
 from paceline.files import OwnedDirectory, remove_directory
 from paceline.integrations.engine_wire import EngineWire
 from paceline.metrics import Metrics
@@ -73,7 +71,9 @@ class DrafterUpdater:
         self._published: State = {}
         self._version = 0 if loaded else -1
         """The engine's version; 0 is the checkpoint, -1 an unloaded one."""
-        self._num_rounds = self._num_tokens = self._fresh_tokens = 0
+        self._num_rounds = self._fresh_tokens = 0
+        self.num_tokens = 0
+        """Training tokens."""
         self._overdrawn_s = 0.0
         """Time spent beyond the budget."""
         self._drift = DriftMonitor()
@@ -131,7 +131,7 @@ class DrafterUpdater:
             "draft/failures": float(failures),
             **self._drift.decide().metrics(),
             **step,
-            "draft/tokens_trained": float(self._num_tokens),
+            "draft/tokens_trained": float(self.num_tokens),
             "draft/round": float(self._num_rounds),
             "draft/published_round": float(max(0, self._version)),
             "draft/skipped_steps": float(0 if trainer is None else trainer.num_skipped),
@@ -159,11 +159,6 @@ class DrafterUpdater:
     def given_up(self) -> bool:
         """Return whether failures have ended training."""
         return self._failures.given_up
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of training tokens."""
-        return self._num_tokens
 
     def _observe(self) -> None:
         """Read the engine's counters, and push the drafter again if the engine lost it."""
@@ -209,14 +204,14 @@ class DrafterUpdater:
         assert self._buffer is not None
         trainer.drop_queue()  # left by a failure
         while time.monotonic() < deadline_s:
-            rng = np.random.default_rng([self._seed, self._num_tokens])
+            rng = np.random.default_rng([self._seed, self.num_tokens])
             documents = self._buffer.draw(self._config.tokens_per_step, rng)
             if not documents:
                 break
             trainer.submit(documents)
             trainer.run(lambda: False)
             num_tokens = sum(len(document.token_ids) for document in documents)
-            self._num_tokens += num_tokens
+            self.num_tokens += num_tokens
             self._fresh_tokens += num_tokens
         self._step |= trainer.take_metrics()
 
@@ -230,19 +225,15 @@ class DrafterUpdater:
             candidate.update(trainer.state_dict())
             yield candidate
 
-        verdict = compare(
-            judged,
-            states(),
-            self._buffer.heldout(self._config.heldout_tokens),
-            head_VD,
-            draft_length=self._draft_length,
-            config=self._config,
-        )
+        documents = self._buffer.heldout(self._config.heldout_tokens)
+        verdict = compare(judged, states(), documents, head_VD, draft_length=self._draft_length, config=self._config)
         if verdict is None:
             return  # wait for more held-out rollouts
         self._step |= verdict.metrics()
         self._num_rounds, self._fresh_tokens = self._num_rounds + 1, 0
-        logger.info("drafter round %d: %s", self._num_rounds, _told(verdict))
+        change = f"accepted length {verdict.before:.2f} -> {verdict.after:.2f} on held-out rollouts"
+        done = "published" if verdict.publish else "not published"
+        logger.info("drafter round %d: %s, %s (%s)", self._num_rounds, change, done, verdict.why)
         publish_s = self._push(judged, candidate, after=self._version) if verdict.publish else 0.0
         if not verdict.after >= verdict.before:  # worse, or not a number
             trainer.load_state_dict(self._published)
@@ -260,8 +251,3 @@ class DrafterUpdater:
 
     def _count(self, key: str, value: float) -> None:
         self._step[key] = self._step.get(key, 0.0) + value
-
-
-def _told(verdict: Verdict) -> str:
-    change = f"accepted length {verdict.before:.2f} -> {verdict.after:.2f} on held-out rollouts"
-    return f"{change}, {'published' if verdict.publish else 'not published'} ({verdict.why})"

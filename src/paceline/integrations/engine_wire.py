@@ -38,6 +38,7 @@ class EngineWire:
     def __init__(self, rpc: Rpc) -> None:
         self._rpc = rpc
         self._sender: ShmSender | None = None
+        self._policy_version = 0
 
     def drafter(self) -> ServedDrafter:
         """Return the engine's drafter, with the first problem of any worker."""
@@ -58,6 +59,11 @@ class EngineWire:
         error, _, _ = read_reports(push, reports)
         if error is not None:
             raise PacelineError(f"the engine did not take version {version} of the {target}: {error}")
+
+    def push_policy(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send the policy as the next version. Errors are raised because a failed sync must end the run."""
+        self._policy_version += 1
+        self.push(self._policy_version, weights, "policy")
 
     def close(self) -> None:
         """Free the shared memory."""

@@ -160,12 +160,8 @@ class PolicyTap:
         for number, (ids_S, real_S, scored_S) in enumerate(zip(ids_BS, real_BS, scored_BS, strict=True)):
             token_ids = ids_S[real_S].numpy().astype(np.int32)
             key = xxhash.xxh3_128_digest(token_ids.tobytes())
-            row = _Row(
-                number=number,
-                real_S=real_S,
-                token_ids=token_ids,
-                num_prompt_tokens=len(token_ids) - int(scored_S.sum()),
-            )
+            num_prompt_tokens = len(token_ids) - int(scored_S.sum())
+            row = _Row(number=number, real_S=real_S, token_ids=token_ids, num_prompt_tokens=num_prompt_tokens)
             if key not in self._seen and row.num_prompt_tokens and row.num_response_tokens > 1:
                 yield row
             self._seen[key] = None

@@ -10,9 +10,8 @@
 Colocated engines are called in their process, servers through `POST /collective_rpc`. TRL logs importance ratios after
 truncation and masking; this callback also logs the raw ratios, with the names of Paceline's own metrics.
 
-Rank 0 trains and pushes. Unsupported, with a warning in the log: one engine in each of several processes (each would
-get a different drafter, and tensor-parallel ranks that draft differently deadlock), sharded policies (FSDP, ZeRO-3),
-servers on another machine.
+Rank 0 trains and pushes. Unsupported: one engine in each of several processes (each would get a different drafter, and
+tensor-parallel ranks that draft differently deadlock), sharded policies (FSDP, ZeRO-3), servers on another machine.
 
 Relied upon in TRL 1.16, besides public arguments: `GRPOTrainer.vllm_generation` (`mode`, `llm`, `vllm_client`,
 `enable_sleep_mode`, `sync_weights`, `_iter_named_params`), `_metrics`, `_buffered_inputs`, and calls of the policy with
@@ -22,7 +21,7 @@ Relied upon in TRL 1.16, besides public arguments: `GRPOTrainer.vllm_generation`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,10 +94,9 @@ class DrafterCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Save the engine's drafter in `output_dir`, as a checkpoint for stock vLLM."""
         self._save(Path(str(args.output_dir)) / "drafter", state)
-        if self._tap is not None:
-            self._tap.close()
-        if self._updater is not None:
-            self._updater.close()
+        for part in (self._tap, self._updater):
+            if part is not None:
+                part.close()
         self._tap = self._updater = None
 
     def _begin(self, wire: EngineWire) -> str | None:
@@ -112,9 +110,8 @@ class DrafterCallback(TrainerCallback):
         steps_per_rollout = args.steps_per_generation * args.num_iterations
         scored = trainer.vllm_importance_sampling_correction or args.gradient_accumulation_steps % steps_per_rollout
         self._start = drafter.checkpoint
-        self._updater = DrafterUpdater(
-            wire, checkpoint, self._training, draft_length=drafter.draft_length, seed=self._seed
-        )
+        draft_length = drafter.draft_length
+        self._updater = DrafterUpdater(wire, checkpoint, self._training, draft_length=draft_length, seed=self._seed)
         self._tap = PolicyTap(
             policy,
             taps_among(checkpoint, policy.config.get_text_config().num_hidden_layers),
@@ -209,10 +206,10 @@ def sync_over_wire(trainer: GRPOTrainer) -> None:
             f"trainer: got vllm_mode {generation.mode!r} and vllm_enable_sleep_mode {generation.enable_sleep_mode}; "
             "must be colocated and awake (`wire_clients` is for servers)"
         )
-    push = _policy_pusher(EngineWire(_rpc(trainer)))
+    wire = EngineWire(_rpc(trainer))
 
     def sync_weights() -> None:
-        push(generation._iter_named_params())
+        wire.push_policy(generation._iter_named_params())
         generation.llm.reset_prefix_cache()
 
     generation.sync_weights = sync_weights
@@ -224,12 +221,11 @@ class WireClient(VLLMClient):
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         self._wire = EngineWire(http_rpc(self.base_url))
         self._wire.counters()  # raise here if endpoints are missing
-        self._push = _policy_pusher(self._wire)
 
     def update_named_params(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
-        self._push(named_params)
+        self._wire.push_policy(named_params)
 
     def close_communicator(self) -> None:
         self._wire.close()
@@ -254,7 +250,6 @@ class WireTransfer:
 
         self._client = AsyncClient(server_url, server_timeout_s)
         self._wire = EngineWire(http_rpc(server_url))
-        self._push = _policy_pusher(self._wire)
 
     def init_weight_transfer(self) -> None:
         self._client.wait_for_server_ready()
@@ -264,23 +259,10 @@ class WireTransfer:
         self._client.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._push(iterator)
+        self._wire.push_policy(iterator)
 
     def resume(self) -> None:
         self._client.resume()
 
     def destroy(self) -> None:
         self._wire.close()
-
-
-def _policy_pusher(wire: EngineWire) -> Callable[[Iterator[tuple[str, torch.Tensor]]], None]:
-    """Return a function that pushes the policy with increasing versions. It raises, because a failed sync must end the
-    run."""
-    version = 0
-
-    def push(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        nonlocal version
-        version += 1
-        wire.push(version, weights, "policy")
-
-    return push

@@ -12,12 +12,12 @@ from paceline.config import EngineConfig, SpeculationConfig
 from paceline.config.gpu import refuse_fp8_on_gpu
 from paceline.fp8 import ROUTERS
 from paceline.rollout.internals.platform import has_amx, on_cpu
-from paceline.rollout.sampler import refuse_lossy
 from paceline.rollout.speculation import (
     FP8_WEIGHTS,
     SCHEDULER,
     Unhashed,
     graph_plan,
+    refuse_lossy,
     scheduler_settings,
     speculative_config,
 )
@@ -97,15 +97,14 @@ def _executor(config: EngineConfig) -> str | None:
 
 def _refuse_fp8_weights(config: EngineConfig, speculation: SpeculationConfig | None) -> None:
     drafter = None if speculation is None else speculation.drafter
-    asked = {
-        "rollout.engine.weights": config.weights,
-        "speculation.drafter.weights": getattr(drafter, "weights", "full"),
-    }
-    for key, weights in asked.items():
+    for section, weights in (
+        ("rollout.engine", config.weights),
+        ("speculation.drafter", getattr(drafter, "weights", "")),
+    ):
         if weights == "fp8":
             raise PacelineError(
-                f"{key}: got 'fp8' on a CPU without AMX; must be 'full' because vLLM's FP8 kernels for CPUs need AMX "
-                "(Sapphire Rapids or newer)"
+                f"{section}.weights: got 'fp8' on a CPU without AMX; must be 'full' because vLLM's FP8 kernels for "
+                "CPUs need AMX (Sapphire Rapids or newer)"
             )
 
 

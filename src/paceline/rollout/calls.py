@@ -20,8 +20,7 @@ PUSH = "paceline_push"
 DRAFTER = "paceline_drafter"
 """Answers with a `ServedDrafter`."""
 COUNTERS = "paceline_counters"
-"""Answers with the scheduler's totals since the start and `draft/version`, by metric key; one answer for all
-workers."""
+"""Answers once for all workers with the scheduler's totals since the start and `draft/version`, by metric key."""
 NAMES = (PUSH, DRAFTER, COUNTERS)
 ENDPOINT = "/paceline/calls"
 """Path of our endpoint."""

@@ -121,14 +121,12 @@ class Recent:
         before = self._seen[0][1]
         new = {key: value - before.get(key, 0.0) for key, value in totals.items()}
         steps_at = {int(key.removeprefix(_STEPS_AT)): n for key, n in new.items() if key.startswith(_STEPS_AT)}
+        predicted_s, verifications = new["selector/predicted_s"], new["selector/verifications"]
         parts = {
             "selector/draft_length_mean": (sum(k * n for k, n in steps_at.items()), sum(steps_at.values())),
-            "selector/expected_tokens_per_s": (new["selector/expected_tokens"], new["selector/predicted_s"]),
-            "selector/measured_tokens_per_s": (new["selector/measured_tokens"], new["selector/predicted_s"]),
-            "rollout/accepted_length": (
-                new["selector/accepted_tokens"] + new["selector/verifications"],
-                new["selector/verifications"],
-            ),
+            "selector/expected_tokens_per_s": (new["selector/expected_tokens"], predicted_s),
+            "selector/measured_tokens_per_s": (new["selector/measured_tokens"], predicted_s),
+            "rollout/accepted_length": (new["selector/accepted_tokens"] + verifications, verifications),
         }
         without_drafts = {"rollout/accepted_length": 1.0}
         return without_drafts | {key: part / whole for key, (part, whole) in parts.items() if whole}

@@ -4,7 +4,7 @@
     POST /paceline/calls {"method": "paceline_push", "args": [push]}         Authorization: Bearer TOKEN
 
 It accepts the calls in calls.py only, with a token (`files.shared_token`) that only processes of the server's user on
-the same machine can read. Only these can share weights with the engine anyway.
+the same machine can read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 
 from paceline.files import shared_token
 from paceline.rollout.calls import ENDPOINT, NAMES
-from paceline.rollout.internals.api_server import engine_of
+from paceline.rollout.internals.requests import engine_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

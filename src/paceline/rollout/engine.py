@@ -4,11 +4,10 @@
                   │
     collect ◀── finished rollouts, each exactly once
 
-A lost engine stays lost: every method raises the same EngineLostError, and the owner closes it and sends its requests
-elsewhere. An engine is lost if vLLM reports it dead, if a call misses its deadline, if it owes an answer and its
-processes are frozen (pulse.py: vLLM's own health check does not notice), if requests are in flight without a token for
-`rollout.engine.deadline_s`, or if vLLM drops a request without `abort`: the engine is then shutting down, and a
-silently dropped request would leave its group incomplete.
+A lost engine stays lost: every method raises the same EngineLostError. An engine is lost if vLLM reports it dead, if a
+call misses its deadline, if it owes an answer and its processes are frozen (pulse.py), if requests are in flight
+without a token for `rollout.engine.deadline_s`, or if vLLM drops a request without `abort`, which would leave its group
+incomplete.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from paceline.rollout.counters import EngineCounters
 from paceline.rollout.internals import requests as vllm_requests
 from paceline.rollout.internals import scheduler_calls
 from paceline.rollout.internals.platform import on_cpu
-from paceline.rollout.internals.shutdown import shut_down
 from paceline.rollout.internals.version import check_version
 from paceline.rollout.pulse import Pulse, vitals_of
 from paceline.rollout.speculation import check_drafter
@@ -112,9 +110,24 @@ class VllmEngine:
             check_drafter(speculation, path, config)
         counters = EngineCounters()
         strangers = {child.pid for child in multiprocessing.active_children()}
-        building = asyncio.to_thread(_build, path, config, seed, cpus, counters, speculation, adjust, stock_sampler)
+
+        def build() -> AsyncLLM:
+            """Block until EngineCore is ready. Runs in a thread, so `start` can keep its deadline."""
+            with _START_LOCK:
+                set_environment(config, cpus)
+                if stock_sampler:
+                    leave_sampler_stock()
+                import vllm
+                from vllm.v1.engine.async_llm import AsyncLLM
+
+                check_version(vllm.__version__)
+                args = engine_args(path, config, seed, speculation)
+                if adjust is not None:
+                    adjust(args)
+                return AsyncLLM.from_engine_args(args, stat_loggers=[cast("Any", lambda *_: counters)])
+
         try:
-            llm = await asyncio.wait_for(building, config.start_deadline_s)
+            llm = await asyncio.wait_for(asyncio.to_thread(build), config.start_deadline_s)
         except (TimeoutError, asyncio.CancelledError) as error:
             _kill(_descendants(strangers))  # or the waiting thread would delay exit
             if isinstance(error, asyncio.CancelledError):
@@ -122,14 +135,13 @@ class VllmEngine:
             raise EngineLostError(name, f"did not start within {config.start_deadline_s:.0f} s") from None
         except RuntimeError as error:
             raise EngineLostError(name, f"did not start: {error}") from error
-        engine = cls(
-            name, llm, config, counters=counters, stop_token_ids=stop_token_ids, speculates=speculation is not None
-        )
+        speculates = speculation is not None
+        engine = cls(name, llm, config, counters=counters, stop_token_ids=stop_token_ids, speculates=speculates)
         try:
             pids = {pid for pair in await engine.rpc("paceline_processes") for pid in pair}
             engine._processes = [psutil.Process(pid) for pid in sorted(pids)]
             await engine._label(0)
-            if speculation is not None and not stock_sampler:
+            if speculates and not stock_sampler:
                 await engine._check_sampler()
         except BaseException:
             await engine.close()
@@ -258,7 +270,7 @@ class VllmEngine:
             task.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
         with suppress(TimeoutError):  # survivors are killed below
-            await asyncio.wait_for(shut_down(llm, _CLOSE_DEADLINE_S / 2), _CLOSE_DEADLINE_S)
+            await asyncio.wait_for(vllm_requests.shut_down(llm, _CLOSE_DEADLINE_S / 2), _CLOSE_DEADLINE_S)
         await asyncio.to_thread(_kill, self._processes)
 
     async def _check_sampler(self) -> None:
@@ -344,31 +356,6 @@ class VllmEngine:
             raise self._lose(f"EngineCore died during {what}") from None
         finally:
             self._num_calls -= 1
-
-
-def _build(
-    path: Path,
-    config: EngineConfig,
-    seed: int,
-    cpus: Sequence[int] | None,
-    counters: EngineCounters,
-    speculation: SpeculationConfig | None,
-    adjust: Callable[[AsyncEngineArgs], None] | None,
-    stock_sampler: bool,
-) -> AsyncLLM:
-    """Block until EngineCore is ready. Runs in a thread, so `start` can keep its deadline."""
-    with _START_LOCK:
-        set_environment(config, cpus)
-        if stock_sampler:
-            leave_sampler_stock()
-        import vllm
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        check_version(vllm.__version__)
-        args = engine_args(path, config, seed, speculation)
-        if adjust is not None:
-            adjust(args)
-        return AsyncLLM.from_engine_args(args, stat_loggers=[cast("Any", lambda *_: counters)])
 
 
 def _descendants(strangers: Collection[int | None]) -> list[psutil.Process]:

@@ -17,14 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from paceline.config import (
-    EngineConfig,
-    HistoryDrafter,
-    LearnedDrafter,
-    SpeculationConfig,
-    VllmDrafter,
-    load_config,
-)
+from paceline.config import EngineConfig, HistoryDrafter, LearnedDrafter, SpeculationConfig, VllmDrafter, load_config
 from paceline.rollout.speculation import (
     KEEP_LAST_BLOCK,
     SCHEDULER,
@@ -68,13 +61,9 @@ class Filling:
 
 def given(arguments: Any) -> dict[str, Any]:
     """Return the arguments set by the host: the model, and values other than the default."""
-    found: dict[str, Any] = {}
-    for field in fields(arguments):
-        value = getattr(arguments, field.name)
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if field.name == "model" or value != default:
-            found[field.name] = value
-    return found
+    default = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(arguments)}
+    values = {name: getattr(arguments, name) for name in default}
+    return {name: value for name, value in values.items() if name == "model" or value != default[name]}
 
 
 def fill(
@@ -86,8 +75,7 @@ def fill(
     drafter_loads_apart: bool = True,
     last_block_stays: bool = True,
 ) -> Filling:
-    """Return what a setting (the path of a TOML file with a section [speculation], or AUTO) adds to the host's
-    arguments.
+    """Return what a setting (AUTO or a TOML file with a section [speculation]) adds to the host's arguments.
 
     Without a `sound_sampler`, add no speculation: it would sample from a wrong distribution. Unless
     `drafter_loads_apart`, add no learned drafter to a policy with dummy weights. `last_block_stays` means that vLLM

@@ -46,7 +46,8 @@ def _run(plugin: str, *steps: Callable[[], str]) -> None:
     except Exception as error:  # noqa: BLE001  an unknown vLLM
         known, unknown = False, f"cannot tell which vLLM this is: {error!r}"
     if not known:
-        level, said = _level_of_nothing(), [f"nothing done, because Paceline {unknown}"]
+        level = logging.WARNING if os.environ.get("PACELINE") else logging.INFO
+        said = [f"nothing done, because Paceline {unknown}"]
     for step in steps if known else ():
         try:
             said.append(step())
@@ -54,10 +55,6 @@ def _run(plugin: str, *steps: Callable[[], str]) -> None:
             level = logging.WARNING
             said.append(f"{step.__name__.strip('_').replace('_', ' ')} failed: {error!r}")
     _say(level, f"plugin {plugin}: {'; '.join(said)}")
-
-
-def _level_of_nothing() -> int:
-    return logging.WARNING if os.environ.get("PACELINE") else logging.INFO
 
 
 def _say(level: int, line: str) -> None:

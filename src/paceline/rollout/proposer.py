@@ -14,7 +14,7 @@ Errors here must not fail rollouts: they give empty drafts, a counter and one lo
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.logger import init_logger
@@ -50,17 +50,12 @@ class HistoryProposer:
     """The history drafter of one worker."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        speculative = vllm_config.speculative_config
-        assert speculative is not None
-        settings = _settings(vllm_config.additional_config)
+        settings = HistoryDrafter.model_validate(own_settings(vllm_config.additional_config).get("drafter", {}))
         vocabulary_size = vllm_config.model_config.get_vocab_size()
         self._history = _build(settings, vllm_config, vocabulary_size)
         self._share: HistoryExchange | None = None
-        if settings.share_directory is not None:
-            capacity_mb = settings.capacity_mb
-            self._share = HistoryExchange(
-                settings.share_directory, vocabulary_size=vocabulary_size, capacity_mb=capacity_mb
-            )
+        if (directory := settings.share_directory) is not None:
+            self._share = HistoryExchange(directory, vocabulary_size=vocabulary_size, capacity_mb=settings.capacity_mb)
         self._counts = dict.fromkeys(COUNTERS, 0.0)
         self._max_rows = vllm_config.scheduler_config.max_num_seqs
         self._last_full_s: float | None = None
@@ -119,11 +114,6 @@ class HistoryProposer:
         if not self._counts["failures"]:
             logger.exception("%s. Later failures are counted, not logged.", what)
         self._counts["failures"] += 1
-
-
-def _settings(additional_config: Any) -> HistoryDrafter:
-    """Read settings from vLLM's additional_config, which other plugins may use too."""
-    return HistoryDrafter.model_validate(own_settings(additional_config).get("drafter", {}))
 
 
 def _build(settings: HistoryDrafter, vllm_config: VllmConfig, vocabulary_size: int) -> History:

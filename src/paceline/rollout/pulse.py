@@ -1,10 +1,9 @@
 """Detect frozen engines by the CPU time and state of their processes.
 
-A step may take long (a prefill of many thousand tokens, a first compilation) without tokens or answers. A busy engine
-then uses a core, polls for the GPU, or waits for a core or the disk. A stopped or deadlocked process uses about 1 % of
-a core and is neither running nor in disk sleep. So an engine that owes an answer is frozen if none of its processes has
-been active for `STOPPED_S` with a stopped process, or for `ASLEEP_S` with all asleep. Busy loops are left to
-`rollout.engine.deadline_s`.
+A busy engine uses a core, polls for the GPU, or waits for a core or the disk. A stopped or deadlocked process uses
+about 1 % of a core and is neither running nor in disk sleep. So an engine that owes an answer is frozen if none of its
+processes has been active for `STOPPED_S` with a stopped process, or for `ASLEEP_S` with all asleep. Busy loops are left
+to `rollout.engine.deadline_s`.
 """
 
 from __future__ import annotations

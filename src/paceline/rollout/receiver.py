@@ -12,11 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from paceline.rollout.internals.drafter_model import comes_with_policy, shared_with_policy
 from paceline.rollout.internals.fp8_layers import codes_in_order, held_scale, quantized_layers
@@ -84,10 +80,9 @@ class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         push = update_info.push
         started_s = time.monotonic()
         if push.target == "policy":
-            fp8_weights = any(True for _ in quantized_layers(self.model))
             check_precision(
                 push,
-                fp8_weights=fp8_weights,
+                fp8_weights=any(True for _ in quantized_layers(self.model)),
                 num_workers=self.parallel_config.tensor_parallel_size,
                 num_kv_scales=len(scaled_attention(self.model)),
             )
@@ -108,7 +103,7 @@ class PushReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         if push.kv_scales is not None:
             set_kv_scales(self.model, push.kv_scales)
         if push.target == "policy":
-            held |= _held_fp8(self.model)
+            held |= held_fp8(self.model)
         self.applied[push.target] = PushReport(
             version=push.version,
             fingerprints=held,
@@ -157,11 +152,6 @@ def applied(worker: Worker) -> Mapping[Target, PushReport]:
     return receiver.applied
 
 
-def held_fp8(worker: Worker) -> dict[str, str]:
-    """Return current fingerprints of the policy's quantized layers and KV scales, from the memory of its kernels."""
-    return _held_fp8(worker.get_model())
-
-
 def _heads(worker: Worker) -> tuple[torch.nn.Module, Any] | None:
     speculation, model = worker.speculative_config, worker.get_draft_model()
     if speculation is None or model is None or not comes_with_policy(speculation):
@@ -186,7 +176,8 @@ def drafter_problem(worker: Worker, names: Collection[str]) -> str | None:
     return None
 
 
-def _held_fp8(model: torch.nn.Module) -> dict[str, str]:
+def held_fp8(model: torch.nn.Module) -> dict[str, str]:
+    """Return current fingerprints of the quantized layers and KV scales, from the memory of their kernels."""
     held: dict[str, str] = {}
     for name, layer in quantized_layers(model):
         held |= quantized_fingerprints(name, codes_in_order(layer), held_scale(layer))

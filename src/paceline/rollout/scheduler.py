@@ -15,8 +15,6 @@ So a step's time covers the verification of the previous choice and the drafting
 for the device: times are taken when vLLM delivers results. A failing selector affects speed, never correctness: the
 engine continues without drafts and counts the failure. If ranks must draft alike (`speculation.why_fixed`) or vLLM
 supports one length only (`why_whole`), vLLM keeps its draft length: `num_speculative_tokens` or the host's own table.
-The engine's owner calls `counters`, `take_timeline` and `set_draft_limit` through `internals/scheduler_calls.py`.
-`internals/scheduler.py` lists the parts of vLLM's Scheduler that this relies upon.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from paceline.config import DrafterConfig, MeasuredSelector, Section, SelectorConfig
 from paceline.rollout import calls
 from paceline.rollout.counters import AcceptanceAlarm, DraftCounters, Recent, Timeline
-from paceline.rollout.internals import drafter_survival, engine_core, scheduler_calls, stats_channel
+from paceline.rollout.internals import drafter_survival, engine_core, scheduler_calls, stats
 from paceline.rollout.internals import scheduler as internals
 from paceline.rollout.internals.drafter_model import comes_with_policy, is_learned
 from paceline.rollout.speculation import own_settings, why_fixed, why_whole
@@ -102,8 +100,7 @@ class AdaptiveScheduler(Scheduler):
         )
         if (speculation := self.vllm_config.speculative_config) is not None and self.fixed_because is None:
             self.fixed_because = why_whole(vars(speculation))
-        self._num_failures = 0
-        self._num_trace_failures = 0
+        self._num_failures = self._num_trace_failures = 0
         self._draft_limit: int | None = None
         self._drafts = DraftCounters(self.num_spec_tokens)
         self.survival: drafter_survival.DrafterSurvival | None = None
@@ -133,7 +130,7 @@ class AdaptiveScheduler(Scheduler):
     # Called by the engine's owner.
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start, by metric key."""
+        """Return totals since the start by metric key."""
         believed = dict(self.selector.figures()) if self.selector is not None else {}
         return (
             self._drafts.totals()
@@ -210,9 +207,8 @@ class AdaptiveScheduler(Scheduler):
             return 0
         try:
             wanted = self.selector.choose(num_requests, context_tokens)
-            chosen = max(
-                0, min(wanted, self.num_spec_tokens, *(() if self._draft_limit is None else (self._draft_limit,)))
-            )
+            limit = self.num_spec_tokens if self._draft_limit is None else self._draft_limit
+            chosen = max(0, min(wanted, self.num_spec_tokens, limit))
             chosen = max(length for length in self._lengths if length <= chosen)
             self._expected_rate = self.selector.expected_rate() if chosen == wanted else None
             return chosen
@@ -234,7 +230,7 @@ class AdaptiveScheduler(Scheduler):
             return
         self._sent_s = now_s
         try:
-            stats_channel.encode(outputs, self.vllm_config, lambda: self._figures(now_s))
+            stats.encode(outputs, self.vllm_config, lambda: self._figures(now_s))
         except Exception:  # noqa: BLE001  as above
             self._selector_failed("figures")
 

@@ -1,4 +1,4 @@
-"""Translate speculation settings for vLLM: drafter, scheduler, CUDA graphs."""
+"""Translate speculation settings for vLLM: drafter, scheduler, CUDA graphs. Refuse settings that are not lossless."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ _GRAPH_MEMORY = GraphMemory(per_graph_gb=0.002, per_token_gb=0.00006)
 """From captures logged in vLLM's pull requests 22897 and 23184: about 7 MiB for 100 tokens, 26 MiB for 450. Not
 measured by us."""
 
+# Keys of speculative_config, in vLLM and its forks, that trade the policy's distribution for acceptance.
+_LOSSY_KEYS = (
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+    "posterior_threshold",
+    "posterior_alpha",
+    "typical_acceptance_sampler_posterior_threshold",
+    "typical_acceptance_sampler_posterior_alpha",
+)
+_LOSSLESS_METHODS = ("standard", "block")  # block verification (Sun et al. 2024) is lossless too
+
 
 class Unhashed:
     """Settings in vLLM's `additional_config` without effect on its compile cache: vLLM hashes a plain dict, file names
@@ -57,19 +68,13 @@ def own_settings(additional_config: object) -> dict[str, Any]:
 
 def scheduler_settings(config: SpeculationConfig, plan: CapturePlan | None = None) -> dict[str, Any]:
     """Return a `scheduler.SchedulerSettings` as plain data for vLLM's `additional_config`."""
+    # Configured lengths are used even without a graph, and drafts are made even if no length has one.
+    fixed = isinstance(config.selector, FixedSelector | TableSelector)
     return {
-        # Configured lengths are used even without a graph, and drafts are made even if no length has one.
-        "draft_lengths": None
-        if plan is None or _is_fixed(config) or plan.draft_lengths == (0,)
-        else plan.draft_lengths,
+        "draft_lengths": None if plan is None or fixed or plan.draft_lengths == (0,) else plan.draft_lengths,
         "selector": config.selector.model_dump(mode="json"),
         "drafter": config.drafter.model_dump(mode="json"),
     }
-
-
-def _is_fixed(config: SpeculationConfig) -> bool:
-    """Return whether the config sets the draft lengths."""
-    return isinstance(config.selector, FixedSelector | TableSelector)
 
 
 def graph_plan(config: SpeculationConfig, engine: EngineConfig) -> CapturePlan:
@@ -116,6 +121,28 @@ def speculative_config(
             if why_whole(theirs):
                 del settings["num_speculative_tokens_per_batch_size"]  # vLLM would draft by it
             return settings | theirs
+
+
+def refuse_lossy(speculative_config: Mapping[str, Any]) -> None:
+    """Raise if vLLM's speculative_config changes the policy's distribution."""
+    method = speculative_config.get("rejection_sample_method", "standard")
+    if method not in _LOSSLESS_METHODS:
+        raise ValueError(
+            f"speculative_config.rejection_sample_method: got {method!r}; must be one of "
+            f"{', '.join(_LOSSLESS_METHODS)} because the policy would be trained on tokens that it did not sample"
+        )
+    acceptance = speculative_config.get("acceptance_method", "rejection_sampler")
+    if acceptance != "rejection_sampler":
+        raise ValueError(
+            f"speculative_config.acceptance_method: got {acceptance!r}; must be 'rejection_sampler' because lenient "
+            "acceptance changes the distribution"
+        )
+    for key in _LOSSY_KEYS:
+        if speculative_config.get(key) is not None:
+            raise ValueError(
+                f"speculative_config.{key}: got {speculative_config[key]!r}; must be left out because acceptance "
+                "independent of the policy's probabilities changes the distribution"
+            )
 
 
 def check_drafter(config: SpeculationConfig, model_path: Path, engine: EngineConfig) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from paceline.rollout.internals.stats_channel import decode
+from paceline.rollout.internals.stats import decode
 from paceline.sinks import prometheus_name
 
 if TYPE_CHECKING:
@@ -53,6 +53,5 @@ class StatLogger(StatLoggerBase):
 @cache
 def _gauge(key: str) -> Gauge:
     """Return the gauge of all engines in this process: a registry takes a name once."""
-    return Gauge(
-        prometheus_name(key), key, labelnames=["model_name", "engine"], multiprocess_mode="mostrecent"
-    )  # most recent value of all API servers
+    labels = ["model_name", "engine"]
+    return Gauge(prometheus_name(key), key, labelnames=labels, multiprocess_mode="mostrecent")

@@ -153,8 +153,7 @@ def lockstep(orders: Sequence[tuple[SteppedEngine, Order]], part: float = _SLICE
     """Run batches on several engines in turns of `part` of a batch, always the engine with the least progress.
 
     A disturbance of the machine thus hits the same part of every batch. Slices have many steps, because the first find
-    cold caches; if a step reads far more than the caches hold, a smaller `part` is better. Each engine counts its own
-    steps only."""
+    cold caches; if a step reads far more than the caches hold, a smaller `part` is better."""
     for engine, order in orders:
         engine.begin(order)
     done: dict[int, SteppedBatch] = {}
@@ -205,12 +204,19 @@ def _run(
 ) -> SteppedBatch:
     from vllm.inputs.engine import tokens_input
 
-    scheduler = _scheduler(llm)
+    from paceline.selector.select import build_selector
+
+    scheduler: AdaptiveScheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
     most_active = order.most_active or scheduler.scheduler_config.max_num_seqs
     limit_requests(scheduler, most_active)
     if order.forget_prefixes:
         assert llm.reset_prefix_cache(), "no request is in flight, so no prefix is in use"
-    recording = _install(scheduler, order, selectors) if order.selector is not None else None
+    recording = None
+    if order.selector is not None:
+        if order.name not in selectors:
+            longest, most = scheduler.num_spec_tokens, scheduler.max_num_running_reqs
+            selectors[order.name] = build_selector(order.selector, max_draft_length=longest, max_num_requests=most)
+        scheduler.selector = recording = _Recording(selectors[order.name])
     engine = llm.llm_engine
     for number, request in enumerate(order.requests):
         params = sampling_params(request, [] if order.to_the_end else stop_token_ids)
@@ -255,10 +261,6 @@ def _run(
     )
 
 
-def _scheduler(llm: LLM) -> AdaptiveScheduler:
-    return llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
-
-
 class _Recording:
     """Selector that records its steps. Step times are measured outside the engine, as for engines without a
     selector."""
@@ -286,16 +288,3 @@ class _Recording:
 
     def figures(self) -> dict[str, float]:
         return dict(self.inner.figures())
-
-
-def _install(scheduler: AdaptiveScheduler, order: Order, selectors: dict[str, Selector]) -> _Recording:
-    from paceline.selector.select import build_selector
-
-    assert order.selector is not None
-    if order.name not in selectors:
-        selectors[order.name] = build_selector(
-            order.selector, max_draft_length=scheduler.num_spec_tokens, max_num_requests=scheduler.max_num_running_reqs
-        )
-    recording = _Recording(selectors[order.name])
-    scheduler.selector = recording
-    return recording

@@ -1,10 +1,7 @@
 """Methods of vLLM's worker that `VllmEngine.rpc` calls (`worker_extension_cls`).
 
 vLLM imports this module in the worker process before it loads the model, and nothing else imports it. So it is the
-earliest place to monitor the engine's owner: vLLM's processes do not notice that their parent was killed, and an
-orphaned engine would hold its memory and cores forever.
-
-    owner (VllmEngine) ── EngineCore ── worker
+earliest place to monitor the engine's owner: vLLM's processes do not notice that their parent was killed.
 """
 
 from __future__ import annotations
@@ -60,9 +57,8 @@ class WorkerExtension:
         return {target: report.to_dict() for target, report in receiver.applied(cast("Worker", self)).items()}
 
     def held_fp8(self) -> dict[str, str]:
-        """Return current fingerprints of the policy's quantized layers and KV scales, from the memory of its
-        kernels."""
-        return receiver.held_fp8(cast("Worker", self))
+        """Return current fingerprints of the policy's quantized layers and KV scales."""
+        return receiver.held_fp8(cast("Worker", self).get_model())
 
     def drafter_counters(self) -> dict[str, float]:
         """Return the history drafter's counters (`proposer.COUNTERS`); empty for other drafters."""

@@ -6,13 +6,9 @@
           │                                                                                             │
           └─ Push: version, target, one entry per tensor ───▶ deliver ◀─── PushReport: refused, or fingerprints held
 
-Sender and receiver compute a fingerprint over the bytes, dtype and shape of every tensor. A push with an unknown,
-missing, misshapen, damaged or non-finite tensor is refused with the tensor's name, and the engine keeps its version.
-The drafter is a second target of the same transfer.
-
-FP8 engines get the same BF16 bytes and quantize them while loading. The sender quantizes them too, with the reference
-in fp8.py, and sends the expected fingerprints; engines with an FP8 KV cache also get its scales. The fingerprints of
-the loaded weights are computed from the memory that the kernels read.
+A push with an unknown, missing, misshapen, damaged or non-finite tensor is refused with the tensor's name, and the
+engine keeps its version. FP8 engines get the same BF16 bytes and quantize them while loading. The sender quantizes them
+too, with the reference in fp8.py, and sends the expected fingerprints of the memory that the kernels read.
 
 vLLM's TrainerWeightTransferEngine is not used: it drives all engines through one synchronous client and returns no
 result per engine.

@@ -159,7 +159,8 @@ def _problem(entry: TensorEntry, tensor: torch.Tensor) -> str | None:
     if tensor.device.type == "cpu":
         found, finite = _read_once(entry, tensor.reshape(-1).view(torch.uint8).numpy())
     else:
-        found, finite = device_fingerprint(tensor), _is_finite_on_device(tensor)
+        wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+        found, finite = device_fingerprint(tensor), bool(torch.isfinite(wide).all())
     if found != entry.fingerprint:
         return f"fingerprint is {found}; must be the sender's {entry.fingerprint}: its bytes changed on the way"
     return None if finite else "holds a NaN or an infinity"
@@ -185,11 +186,6 @@ def _is_finite(block: Bytes, dtype: str) -> bool:
     unsigned, signed, first = _NOT_FINITE[dtype]
     sign = 1 << (8 * np.dtype(unsigned).itemsize - 1)
     return int(block.view(signed).max()) < first and int(block.view(unsigned).max()) < sign + first
-
-
-def _is_finite_on_device(tensor: torch.Tensor) -> bool:
-    wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
-    return bool(torch.isfinite(wide).all())
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:

@@ -29,10 +29,7 @@ class PushTarget(Protocol):
 
 
 async def join(engine: PushTarget, address: GroupAddress, first_rank: int) -> str | None:
-    """Add the workers of one engine to a process group; return the error if it failed.
-
-    The cause may be another member that did not join.
-    """
+    """Add the workers of one engine to a process group; return the error, which another member may have caused."""
     try:
         await engine.rpc("init_weight_transfer_engine", {"address": asdict(address), "first_rank": first_rank})
     except EngineLostError:

@@ -9,8 +9,7 @@ default group. gloo is the backend on the CPU, NCCL on GPUs; only gloo has been 
 Memory: the sender keeps the staged tensors and one bucket until they are sent. A worker keeps a whole push beside its
 model on its device until it is loaded, so that a push can be refused as a whole.
 
-A broadcast needs every member, so workers receive every push, even one that they will refuse, and losing a member
-requires a new group. Until then, calls fail after the group's timeout.
+A broadcast needs every member: workers receive even pushes that they refuse, and losing a member requires a new group.
 """
 
 from __future__ import annotations
@@ -79,10 +78,8 @@ class DistributedSender:
         self._group = None
         if self._store is None:
             self._store = host_store(host, timeout_s)
-        name = f"paceline-{secrets.token_hex(8)}"
-        self._address = GroupAddress(
-            name=name, host=host, port=self._store.port, size=1 + num_workers, timeout_s=timeout_s
-        )
+        name, port = f"paceline-{secrets.token_hex(8)}", self._store.port
+        self._address = GroupAddress(name=name, host=host, port=port, size=1 + num_workers, timeout_s=timeout_s)
         return self._address
 
     def join(self) -> None:

@@ -66,11 +66,6 @@ class Push:
         """Bytes from the first offset to the end of the last tensor, gaps included."""
         return max((entry.offset + entry.num_bytes for entry in self.entries), default=0)
 
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Expected fingerprints of the engine's first worker after this push."""
-        return self.fingerprints_of(0)
-
     def fingerprints_of(self, rank: int) -> dict[str, str]:
         """Return the expected fingerprints of one worker after this push. Workers differ only in quantized layers:
         every worker checks all received bytes and keeps its shard."""
@@ -116,7 +111,6 @@ class PushReport:
 
 @contextmanager
 def _typed(what: str) -> Generator[None]:
-    """Convert the errors of a malformed message to ValueError."""
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:

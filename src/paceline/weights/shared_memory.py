@@ -1,8 +1,7 @@
 """Transport over shared memory: the sender writes weights into a segment in /dev/shm, and engines map it.
 
 There is one segment per target. It is reused, so `stage` must not run before every engine has answered the previous
-push. An engine that reads while it is overwritten finds wrong fingerprints and refuses. A segment is not a safetensors
-file: it grows by extents while tensors arrive, and each tensor is copied and hashed in one pass over memory.
+push. An engine that reads while it is overwritten finds wrong fingerprints and refuses.
 """
 
 from __future__ import annotations
@@ -119,12 +118,10 @@ class _Segment:
         self._finalizer = weakref.finalize(self, _remove, path, self._descriptor, os.getpid())
         self._extents: list[tuple[int, Bytes]] = []
         self._size = 0
-        self._extent = 0
-        self._cursor = 0
+        self._extent = self._cursor = 0
 
     def rewind(self) -> None:
-        self._extent = 0
-        self._cursor = 0
+        self._extent = self._cursor = 0
 
     def reserve(self, num_bytes: int) -> tuple[int, Bytes]:
         """Return the file offset and writable memory for the next tensor, the same at every push of a model."""

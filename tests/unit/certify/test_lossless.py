@@ -29,7 +29,7 @@ from paceline.certify.lossless import (
 )
 from paceline.certify.subject import read_trace
 from paceline.rollout.internals.rejection_sampler import Verification
-from paceline.rollout.sampler import refuse_lossy
+from paceline.rollout.speculation import refuse_lossy
 from paceline.types import GroupId, RolloutId, Tokens
 
 

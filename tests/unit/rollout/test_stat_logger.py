@@ -18,7 +18,7 @@ from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter, StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from paceline.rollout.internals import stats_channel
+from paceline.rollout.internals.stats import decode, encode
 from paceline.rollout.stat_logger import StatLogger
 
 PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
@@ -29,7 +29,7 @@ FIGURES = {"selector/failures": 3.0, "rollout/accepted_length": 2.25, "selector/
 def sent(config: Any = WITHOUT_LORA) -> SchedulerStats:
     """Statistics of a step as the API server's process gets them."""
     outputs = {0: EngineCoreOutputs(), 1: EngineCoreOutputs(scheduler_stats=SchedulerStats(num_running_reqs=7))}
-    stats_channel.encode(outputs, config, lambda: FIGURES)
+    encode(outputs, config, lambda: FIGURES)
     decoded = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(outputs[1]))
     assert decoded.scheduler_stats is not None
     return decoded.scheduler_stats
@@ -42,7 +42,7 @@ def shown(name: str, **labels: str) -> float | None:
 def test_figures_arrive_and_leave_nothing_behind() -> None:
     """vLLM drops what its statistics do not declare, and would show a stranger in the dict as an adapter."""
     stats = sent()
-    assert stats_channel.decode(stats) == {"selector/failures": 3.0, "rollout/accepted_length": 2.25}
+    assert decode(stats) == {"selector/failures": 3.0, "rollout/accepted_length": 2.25}
     assert stats == SchedulerStats(num_running_reqs=7)
 
 

@@ -26,8 +26,7 @@ from paceline.learner.fsdp import FsdpLearner
 from paceline.rollout.hosts import fill
 from paceline.rollout.internals.drafter_model import comes_with_policy
 from paceline.rollout.internals.drafter_survival import DrafterSurvival, keep_weights
-from paceline.rollout.sampler import refuse_lossy
-from paceline.rollout.speculation import check_drafter, scheduler_settings, speculative_config, why_whole
+from paceline.rollout.speculation import check_drafter, refuse_lossy, scheduler_settings, speculative_config, why_whole
 from paceline.sessions.train import with_drafter
 from paceline.types import PacelineError
 from paceline.weights.check import inventory

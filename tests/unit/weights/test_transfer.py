@@ -220,13 +220,13 @@ def test_quantized_push_names_what_an_fp8_engine_must_hold(sender: ShmSender) ->
         "model.layers.0.self_attn.o_proj.weight.fp8": fingerprint(reference.codes_NK),
         "model.layers.0.self_attn.o_proj.weight.scale": fingerprint(reference.scale),
     }
-    assert set(push.fingerprints) == set(layer) | set(quantized)
+    assert set(push.fingerprints_of(0)) == set(layer) | set(quantized)
 
 
 def test_scales_are_part_of_what_must_be_held_and_survive_json(sender: ShmSender) -> None:
     scales = KvScales(version=1, q=(0.5,), k=(0.1,), v=(2.0,))
     push = sender.stage(1, weights().items(), kv_scales=scales)
-    assert {name for name in push.fingerprints if name.startswith("kv_scales")} == set(scales.named())
+    assert {name for name in push.fingerprints_of(0) if name.startswith("kv_scales")} == set(scales.named())
     assert Push.from_dict(json.loads(json.dumps(push.to_dict()))) == push
 
 
@@ -284,7 +284,8 @@ def test_fingerprint_sees_every_kind_of_change(take: Any) -> None:
 def test_fingerprint_on_the_way_is_the_fingerprint(sender: ShmSender) -> None:
     """Staging hashes block by block; the twin hashes the tensor at once."""
     sent = weights()
-    assert sender.stage(1, sent.items()).fingerprints == {name: fingerprint(tensor) for name, tensor in sent.items()}
+    staged = sender.stage(1, sent.items())
+    assert staged.fingerprints_of(0) == {name: fingerprint(tensor) for name, tensor in sent.items()}
 
 
 def test_mismatch_names_what_differs_is_absent_or_came_from_nowhere() -> None:

@@ -6,9 +6,8 @@
 
 Level 2 drops the drafter with the policy; hosts send only the policy again (vLLM issue 52479: outputs stay right, but
 no draft is accepted any more). A drafter that changes between two of these calls was updated on purpose and is kept as
-it is. Our push to a policy with MTP heads updates these heads too. Cached prefixes hold the drafter's keys beside the
-policy's, so they are evicted after an update of the drafter alone: with keys of another drafter, hardly any draft is
-accepted.
+it is. Cached prefixes hold the drafter's keys beside the policy's, so they are evicted after an update of the drafter
+alone: with keys of another drafter, hardly any draft is accepted.
 
 `engine_core.py` reports every call, with any worker extension. The functions that keep and restore are sent to the
 workers by vLLM's `collective_rpc`.

@@ -1,11 +1,8 @@
 """Run the worker inside EngineCore on CPUs, as vLLM does on one GPU.
 
-    owner (VllmEngine) ── EngineCore with its worker
-
 vLLM's CPU platform uses the backend "mp", which costs as much as speculation gains: both processes poll shared memory
-for messages, up to a second after the last one (`SpinCondition` in shm_broadcast.py). They compete for the engine's
-core in a batch, and for the learner's cores after it. vLLM chooses "mp" to pin cores before PyTorch's threads start;
-here the owner sets the environment first.
+for messages, up to a second after the last one, and compete for the cores of engine and learner. vLLM chooses "mp" to
+pin cores before PyTorch's threads start; here the owner sets the environment first.
 
 Relied upon:
   vllm/v1/executor/uniproc_executor.py    UniProcExecutor, `_init_executor`

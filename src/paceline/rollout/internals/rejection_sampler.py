@@ -66,8 +66,7 @@ def rejection_sample(step: Verification) -> torch.Tensor:
         logits_indices=row_BL.view(-1),
     )
     probs_BKV = step.proposal_BKV
-    sampler = RejectionSampler(Sampler(logprobs_mode="processed_logprobs"))
-    output = sampler(
+    output = RejectionSampler(Sampler(logprobs_mode="processed_logprobs"))(
         metadata,
         None if probs_BKV is None else probs_BKV.reshape(-1, vocabulary).contiguous().to(device),
         step.logits_BLV.reshape(-1, vocabulary).to(device),

@@ -1,10 +1,16 @@
-"""Submit requests to AsyncLLM and read their results.
+"""AsyncLLM: find it behind vLLM's API server, submit requests, read their results, and shut it down.
+
+vLLM's endpoint plugins receive the engine too, but load only if VLLM_PLUGINS names them and every other plugin.
+`AsyncLLM.shutdown` ends EngineCore before it cancels the output handler, which then reports a crash with a traceback in
+every successful run (vLLM issue 48745). When Python exits, `__del__` calls `shutdown` again, without module globals.
 
 Relied upon:
   vllm/inputs/engine.py                  tokens_input: rendered input, which skips vLLM's tokenizer threads
   vllm/v1/engine/input_processor.py      appends "-" and random characters to every request id
   vllm/v1/engine/async_llm.py            AsyncLLM.add_request returns a RequestOutputCollector; abort takes the ids
-                                         passed to add_request, and ignores finished ones
+                                         passed to add_request, and ignores finished ones; output_handler, the task
+                                         that waits for outputs; `__del__` calls `shutdown`
+  vllm/entrypoints/launchers/api_server/app_state.py    state.engine_client of the FastAPI app, as vLLM's own routes use
   vllm/v1/engine/output_processor.py     RequestOutputCollector.get: with RequestOutputKind.FINAL_ONLY one, the last
   vllm/outputs.py                        CompletionOutput: finish_reason, weight_versions (a label per run of tokens,
                                          set by AsyncLLM.update_weight_version; 0.30 and 0.31 have none, see
@@ -12,14 +18,16 @@ Relied upon:
                                          histogram of accepted tokens; `per_request_spec_decode_metrics="summary"`)
   vllm/logprobs.py                       FlatLogprobs.logprobs: with `logprobs=0` of each sampled token
 
-Goes when AsyncLLM returns finished requests in a documented form with versions and acceptance.
+Goes when AsyncLLM returns finished requests in a documented form with versions and acceptance and shuts down once, and
+an endpoint plugin can be enabled by itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -27,8 +35,14 @@ from paceline.types import PacelineError, Rollout, RolloutId, RolloutRequest, Ve
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
+    from vllm.engine.protocol import EngineClient
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
+
+
+def engine_of(app: Any) -> EngineClient:
+    """Return the engine that a FastAPI app of vLLM serves."""
+    return app.state.engine_client
 
 
 def rollout_id(request_id: str) -> RolloutId:
@@ -36,8 +50,18 @@ def rollout_id(request_id: str) -> RolloutId:
     return RolloutId.parse(request_id.split("-", maxsplit=1)[0])
 
 
+async def shut_down(llm: AsyncLLM, timeout_s: float) -> None:
+    """Stop the engine's processes. EngineCore has `timeout_s` to stop by itself."""
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+        await asyncio.wait([llm.output_handler])
+    try:
+        await asyncio.to_thread(llm.shutdown, timeout_s)
+    finally:
+        llm.shutdown = lambda timeout=None: None
+
+
 async def abort(llm: AsyncLLM, ids: Sequence[RolloutId]) -> None:
-    """Abort unfinished requests."""
     await llm.abort([str(one) for one in ids])
 
 
@@ -59,8 +83,7 @@ async def finished(
     *,
     version: Callable[[], int],
 ) -> Rollout:
-    """Wait for a request's end and return its rollout; raises when vLLM gave it up. `version` tells the policy version
-    that the engine holds."""
+    """Return a finished request's rollout; raise if vLLM gave it up. `version` returns the engine's policy version."""
     from vllm.logprobs import FlatLogprobs
 
     submitted = version()
@@ -88,18 +111,17 @@ async def finished(
 
 
 def version_spans(completion: CompletionOutput, submitted: int, now: int) -> VersionSpans:
-    """Policy versions of a response's tokens.
+    """Return the policy versions of a response's tokens.
 
-    vLLM 0.30 and 0.31 do not label tokens. There all but the last count as drawn by the version at the submission,
-    which is too old for those that came after a sync, and by a version for a rollout that waited in vLLM's queue while
-    new weights came (asynchronous training only).
+    vLLM 0.30 and 0.31 do not label tokens. There all but the last count as sampled by the version at submission, which
+    is too old for tokens after a sync or a wait in vLLM's queue (asynchronous training only).
     """
     num_tokens = len(completion.token_ids)
     if "weight_versions" not in vars(completion):
         if now == submitted or num_tokens < 2:
             return ((submitted, num_tokens),)
         return ((submitted, num_tokens - 1), (now, 1))
-    assert completion.weight_versions, "vLLM labels every token with the version that the engine was told"
+    assert completion.weight_versions, "vLLM labels every token with the engine's version"
     spans = tuple((int(s.version), s.end - s.start) for s in completion.weight_versions if s.end > s.start)
     assert sum(length for _, length in spans) == num_tokens, "labels cover all tokens"
     return spans
