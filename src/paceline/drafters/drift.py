@@ -191,15 +191,6 @@ class Remedy(Enum):
     SPECULATION_OFF = "speculation off"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptanceState:
-    """State of a LostDrafter in checkpoints."""
-
-    expected: float = 0.0
-    """Accepted drafts per verification."""
-    pushed_again: bool = False
-
-
 class LostDrafter:
     """Alarm for a drafter that accepts nothing because its weights did not arrive.
 
@@ -208,21 +199,22 @@ class LostDrafter:
     the next observation is no better, speculation is switched off. Syncs in between do not restart this."""
 
     def __init__(self) -> None:
-        self._state = AcceptanceState()
-        self._num_verifications = 0
-        self._num_accepted = 0
+        self._expected = 0.0
+        """Accepted drafts per verification."""
+        self._pushed_again = False
+        self._num_verifications = self._num_accepted = 0
 
     def state(self) -> dict[str, Any]:
         """Return the state without the counts since the last sync."""
-        return asdict(self._state)
+        return {"expected": self._expected, "pushed_again": self._pushed_again}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._state = AcceptanceState(**state)
+        self._expected, self._pushed_again = state["expected"], state["pushed_again"]
 
     def synced(self, promised: float | None = None) -> None:
         """Note a push of policy or drafter; `promised` is a new drafter's accepted length."""
         if promised is not None:
-            self._state = replace(self._state, expected=promised - 1)
+            self._expected = promised - 1
         self._reset()
 
     def observe(self, *, num_verifications: int, num_accepted: int) -> Remedy:
@@ -233,12 +225,12 @@ class LostDrafter:
             return Remedy.NONE
         accepted = self._num_accepted / self._num_verifications
         self._reset()
-        state = self._state
-        if state.expected < _MIN_EXPECTED or accepted >= _LOST_SHARE * state.expected:
-            self._state = replace(state, expected=accepted, pushed_again=False)
+        if self._expected < _MIN_EXPECTED or accepted >= _LOST_SHARE * self._expected:
+            self._expected, self._pushed_again = accepted, False
             return Remedy.NONE
-        self._state = replace(state, pushed_again=True)
-        return Remedy.SPECULATION_OFF if state.pushed_again else Remedy.PUSH_AGAIN
+        remedy = Remedy.SPECULATION_OFF if self._pushed_again else Remedy.PUSH_AGAIN
+        self._pushed_again = True
+        return remedy
 
     def _reset(self) -> None:
         self._num_verifications = self._num_accepted = 0

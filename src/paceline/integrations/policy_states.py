@@ -27,6 +27,7 @@ from paceline.files import verify_checksums
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.hidden_states import CHUNK_ROLLOUTS, HiddenStateTap, choose
 from paceline.types import Sample
+from paceline.weights.check import checkpoint_files
 
 _SETTLED_S = 2.0
 """Seconds since the last write before a checkpoint is read."""
@@ -70,11 +71,9 @@ def _is_policy(config: Path) -> bool:
 
 def _is_whole(path: Path) -> bool:
     """Return whether all weight files exist in full length."""
-    index = path / "model.safetensors.index.json"
     try:
-        wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else set()
-        for name in wanted | {file.name for file in path.glob("*.safetensors")}:
-            with safe_open(path / name, "pt"):  # compares the length with the header
+        for file in {*checkpoint_files(path), *path.glob("*.safetensors")}:
+            with safe_open(file, "pt"):  # compares the length with the header
                 pass
     except (OSError, ValueError, SafetensorError):
         return False

@@ -267,8 +267,10 @@ class AdaptiveScheduler(Scheduler):
     def _write_trace(self, step: Step, scheduler_output: SchedulerOutput, emitted: dict[str, int]) -> None:
         if self._trace is None:
             return
+        drafts = internals.drafted(scheduler_output)
+        requests = [[request_id, drafts.get(request_id, 0), num] for request_id, num in emitted.items()]
         try:
-            self._trace.write(json.dumps(_trace_line(step, scheduler_output, emitted)) + "\n")
+            self._trace.write(json.dumps(asdict(step) | {"requests": requests}) + "\n")
         except OSError as error:  # a full disk must not fail rollouts
             logger.warning("the trace of steps ends: %s", error)
             self._num_trace_failures += 1
@@ -277,9 +279,3 @@ class AdaptiveScheduler(Scheduler):
 
 class AsyncAdaptiveScheduler(AdaptiveScheduler, AsyncScheduler):
     """For asynchronous scheduling, as on GPUs with learned drafters."""
-
-
-def _trace_line(step: Step, output: SchedulerOutput, emitted: dict[str, int]) -> dict[str, Any]:
-    drafts = internals.drafted(output)
-    requests = [[request_id, drafts.get(request_id, 0), num] for request_id, num in emitted.items()]
-    return asdict(step) | {"requests": requests}

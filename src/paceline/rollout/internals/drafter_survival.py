@@ -56,37 +56,34 @@ class DrafterSurvival:
         self.version = 0
         """Last pushed version, or number of updates without versions; 0 is the checkpoint."""
         self.updated_s = time.monotonic()
-        self._kept = self._asleep = self._session = False
-
-    @property
-    def asleep(self) -> bool:
-        """Whether the weights' memory is freed and must not be accessed."""
-        return self._asleep
+        self.asleep = False
+        """The weights' memory is freed and must not be accessed."""
+        self._kept = self._session = False
 
     def before(self, meaning: Meaning | None, rpc: Rpc) -> None:
         match meaning:
             case "nap" | "deep sleep":
                 if meaning == "deep sleep":
                     self._keep(rpc)
-                self._asleep = True
+                self.asleep = True
             case "reload" | "begin" | "push" if not (meaning == "push" and self._comes_with_policy):
                 self._keep(rpc)
-            case "push drafter" if self._asleep:
+            case "push drafter" if self.asleep:
                 pass  # will be refused
             case "begin drafter" | "push drafter":
                 self._kept, self._session = False, meaning == "begin drafter"
 
     def after(self, meaning: Meaning | None, rpc: Rpc) -> None:
         if meaning == "wake":
-            self._asleep = False
-        if meaning in ("wake", "reload", "end", "push", "push drafter") and not self._asleep:
+            self.asleep = False
+        if meaning in ("wake", "reload", "end", "push", "push drafter") and not self.asleep:
             session = self._session and meaning == "end"
             self._look(rpc, session=session)
             if session or meaning == "push drafter":
                 self._forget()
 
     def _keep(self, rpc: Rpc) -> None:
-        if self._asleep:  # no memory to read
+        if self.asleep:  # no memory to read
             return
         self._kept = not self._count_failures(self._ask(rpc, keep_weights))
 
