@@ -113,7 +113,8 @@ class RolloutRequest:
     max_tokens: int
     temperature: float
     seed: int | None = None
-    """None uses the engine's random stream, which is faster. Tests set it for equal samples."""
+    """Seed of the tokens, for engines whose noise is keyed by seed and position: those without speculation or with
+    coupled verification. None draws at random."""
 
     @classmethod
     def of(cls, prompt: Prompt, number: int, *, max_tokens: int, temperature: float, index: int = 0) -> RolloutRequest:

@@ -150,6 +150,10 @@ class SpeculationConfig(Section):
     drafter: DrafterConfig
     max_draft_length: int = Field(default=7, ge=1, le=16)
     """Maximum number of draft tokens per verification. The selector chooses from 0 to this."""
+    verification: Literal["standard", "coupled"] = "standard"
+    """`standard` accepts drafts by vLLM's rejection sampling: the distribution is the policy's, the tokens depend on
+    the drafts. `coupled` accepts a draft if it is the token that the policy draws without speculation, so tokens do not
+    depend on drafts, engines or batches. On GPUs it needs vLLM's V2 runner."""
     selector: SelectorConfig = MeasuredSelector()
     training: DrafterTrainingConfig = DrafterTrainingConfig()
 
@@ -164,7 +168,22 @@ class SpeculationConfig(Section):
         selector = self.selector
         if isinstance(selector, MeasuredSelector):
             selector = selector.model_copy(update={"costs": None})
-        return SpeculationConfig(drafter=HistoryDrafter(), max_draft_length=self.max_draft_length, selector=selector)
+        return SpeculationConfig(
+            drafter=HistoryDrafter(),
+            max_draft_length=self.max_draft_length,
+            verification=self.verification,
+            selector=selector,
+        )
+
+    @model_validator(mode="after")
+    def _verifiable(self) -> SpeculationConfig:
+        method = self.drafter.settings.get("rejection_sample_method") if isinstance(self.drafter, VllmDrafter) else None
+        if self.verification == "coupled" and method is not None:
+            raise ValueError(
+                f"speculation.drafter.settings.rejection_sample_method: got {method!r} with speculation.verification "
+                "'coupled'; must be left out because coupling replaces it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _trainable(self) -> SpeculationConfig:

@@ -151,9 +151,8 @@ class Intake:
             needed = {position for taken in self._recovery.taken.values() for position in taken.groups}
             wanted = [position for position in self._held if position in needed]
         self._held = sorted(set(self._held).difference(wanted))
-        for portion, positions in groupby(wanted, lambda position: position // self._size):
-            sampling = Sampling.to_train(self._config, 0, portion + 1)
-            self._sample(list(positions), sampling)
+        for _, positions in groupby(wanted, lambda position: position // self._size):
+            self._sample(list(positions), Sampling.to_train(self._config))
 
     async def take(self, step: int) -> dict[int, Group]:
         """Wait for the step's groups and return them in the order of the prompts. A repeated step takes the same groups
@@ -205,7 +204,7 @@ class Intake:
             [group.prompt for group in opened],
             sampling,
             group_ids=[group.group_id for group in opened],
-            places=[position % self._size for position in positions],
+            places=positions,
             listener=self,
         )
 
@@ -260,5 +259,4 @@ class Intake:
         self._journal.metrics.add("rollout/aborted_groups", Sum(1))
         # Late rollouts of the aborted attempt have another id, so they are not accepted.
         opened.group_id, opened.began = GroupId(position, attempt=opened.group_id.attempt + 1), None
-        sampling = Sampling.to_train(self._config, 2, opened.group_id.attempt, position // self._size + 1)
-        self._sample([position], sampling)
+        self._sample([position], Sampling.to_train(self._config, attempt=opened.group_id.attempt))

@@ -29,7 +29,7 @@ async def evaluate(
         group_size=settings.samples_per_prompt,
         temperature=settings.temperature,
         max_tokens=config.rollout.max_tokens,
-        seed=(config.run.seed, 1, journal.step) if config.rollout.engine.deterministic else None,
+        seed=(config.run.seed, 1, journal.step),
     )
     with journal.stage("eval"):
         groups = await fleet.open(prompts, sampling).wait()

@@ -108,7 +108,7 @@ def _refuse_fp8_weights(config: EngineConfig, speculation: SpeculationConfig | N
             )
 
 
-def sampling_params(request: RolloutRequest, stop_token_ids: Sequence[int]) -> SamplingParams:
+def sampling_params(request: RolloutRequest, stop_token_ids: Sequence[int], seed: int | None) -> SamplingParams:
     """Return vLLM's sampling parameters of one request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -116,7 +116,7 @@ def sampling_params(request: RolloutRequest, stop_token_ids: Sequence[int]) -> S
     return SamplingParams(
         temperature=request.temperature,
         max_tokens=request.max_tokens,
-        seed=request.seed,
+        seed=seed,
         stop_token_ids=list(stop_token_ids),
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,

@@ -69,6 +69,9 @@ class VllmEngine:
         self._counters = counters
         self._stop_token_ids = list(stop_token_ids)
         self._speculates = speculates
+        self._is_seeded = config.deterministic
+        """Whether vLLM gets the seeds of requests. Where noise is not keyed by position, tokens depend on the batch in
+        any case, and V1's generators are slow."""
         self._processes: list[psutil.Process] = []
         self._pulse = Pulse(lambda: vitals_of(self._processes))
         self._num_calls = 0
@@ -141,8 +144,7 @@ class VllmEngine:
             pids = {pid for pair in await engine.rpc("paceline_processes") for pid in pair}
             engine._processes = [psutil.Process(pid) for pid in sorted(pids)]
             await engine._label(0)
-            if speculates and not stock_sampler:
-                await engine._check_sampler()
+            await engine._inspect_samplers(speculation, stock=stock_sampler)
         except BaseException:
             await engine.close()
             raise
@@ -273,9 +275,18 @@ class VllmEngine:
             await asyncio.wait_for(vllm_requests.shut_down(llm, _CLOSE_DEADLINE_S / 2), _CLOSE_DEADLINE_S)
         await asyncio.to_thread(_kill, self._processes)
 
-    async def _check_sampler(self) -> None:
-        for worker in await self.rpc("paceline_sampler"):
-            if not worker["sound"]:
+    async def _inspect_samplers(self, speculation: SpeculationConfig | None, *, stock: bool) -> None:
+        workers = await self.rpc("paceline_sampler")
+        self._is_seeded |= all(worker["keyed"] for worker in workers)
+        if speculation is None:
+            return
+        for worker in workers:
+            if worker["verification"] != speculation.verification:
+                raise PacelineError(
+                    f"engine {self.name}: got speculation.verification {speculation.verification!r}, but its runner "
+                    f"{worker['runner']} verifies by {worker['verification']!r}; must be 'standard' on this runner"
+                )
+            if not worker["sound"] and not stock:
                 raise PacelineError(
                     f"engine {self.name}: its sampler {worker['sampler']} draws from a wrong distribution under "
                     "speculation (vLLM issue 55005), because vLLM did not load the plugin paceline_sampler that mends "
@@ -289,7 +300,8 @@ class VllmEngine:
     async def _add(self, requests: Sequence[RolloutRequest]) -> None:
         for request in requests:
             started_s = time.monotonic()
-            params = sampling_params(request, self._stop_token_ids)
+            seed = request.seed if self._is_seeded else None
+            params = sampling_params(request, self._stop_token_ids, seed)
             outputs = await vllm_requests.add(self._llm, request, params, cache_salt=str(self.policy_version))
             task = asyncio.create_task(self._finish(request, outputs, started_s))
             self._in_flight[task] = request.id

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -59,6 +59,8 @@ class SchedulerSettings(Section):
     selector: SelectorConfig = MeasuredSelector()
     drafter: DrafterConfig | None = None
     """Read by the proposer in the worker only."""
+    verification: Literal["standard", "coupled"] = "standard"
+    """Read by the worker only (internals/coupling.py)."""
     draft_lengths: tuple[int, ...] | None = None
     """Draft lengths with CUDA graphs; the selector's choice is rounded down to one of them. None allows all."""
     trace: Path | None = None

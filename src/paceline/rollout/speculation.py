@@ -74,6 +74,7 @@ def scheduler_settings(config: SpeculationConfig, plan: CapturePlan | None = Non
         "draft_lengths": None if plan is None or fixed or plan.draft_lengths == (0,) else plan.draft_lengths,
         "selector": config.selector.model_dump(mode="json"),
         "drafter": config.drafter.model_dump(mode="json"),
+        "verification": config.verification,
     }
 
 

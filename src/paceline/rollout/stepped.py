@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline.config import EngineConfig, SelectorConfig, SpeculationConfig
 from paceline.rollout.arguments import end_tokens, engine_args, sampling_params, set_environment
+from paceline.rollout.internals import coupling
 from paceline.rollout.internals.scheduler import limit_requests
 from paceline.selector.cost import Step
 from paceline.types import PacelineError, RolloutRequest
@@ -185,6 +186,7 @@ def _serve(
     settings = engine_args(model_path, config, seed, speculation)
     settings.worker_extension_cls = ""
     settings.weight_transfer_config = None
+    coupling.install()
     llm = LLM(**{field.name: getattr(settings, field.name) for field in fields(EngineArgs)})
     cache = llm.llm_engine.vllm_config.cache_config
     assert cache.num_gpu_blocks is not None
@@ -219,7 +221,8 @@ def _run(
         scheduler.selector = recording = _Recording(selectors[order.name])
     engine = llm.llm_engine
     for number, request in enumerate(order.requests):
-        params = sampling_params(request, [] if order.to_the_end else stop_token_ids)
+        seed = request.seed if coupling.has_keyed_noise() else None
+        params = sampling_params(request, [] if order.to_the_end else stop_token_ids, seed)
         params.ignore_eos = order.to_the_end
         engine.add_request(str(number), tokens_input(request.prompt_ids.tolist()), params)
     finished_s = [0.0] * len(order.requests)

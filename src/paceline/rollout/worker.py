@@ -1,7 +1,8 @@
 """Methods of vLLM's worker that `VllmEngine.rpc` calls (`worker_extension_cls`).
 
 vLLM imports this module in the worker process before it loads the model, and nothing else imports it. So it is the
-earliest place to monitor the engine's owner: vLLM's processes do not notice that their parent was killed.
+earliest place to set how the worker samples, and to monitor the engine's owner: vLLM's processes do not notice that
+their parent was killed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 
 from paceline.rollout import receiver
-from paceline.rollout.internals import sampler_fix
+from paceline.rollout.internals import coupling, sampler_fix
 from paceline.rollout.internals.model_runner import proposer, runner_version, sampler
 from paceline.rollout.internals.processes import engine_core_pid, inside_vllm
 from paceline.weights.message import Push
@@ -35,7 +36,8 @@ class WorkerExtension:
         return os.getpid(), engine_core_pid()
 
     def paceline_sampler(self) -> dict[str, Any]:
-        """Return model runner, sampler and scheduling of this worker, and whether the sampler has the known fault.
+        """Return model runner, sampler, verification and scheduling of this worker, whether the sampler has the known
+        fault, and whether a seeded request's tokens depend on seed and position only.
 
         Asked in the worker because it samples, not the owner. Only V1's sampler has a known fault.
         """
@@ -46,6 +48,8 @@ class WorkerExtension:
             "sampler": f"{found.__module__}.{found.__qualname__}",
             "scheduling": "asynchronous" if worker.scheduler_config.async_scheduling else "synchronous",
             "sound": version == "v2" or sampler_fix.sampler_is_sound(),
+            "verification": coupling.verification(),
+            "keyed": coupling.has_keyed_noise(),
         }
 
     def receive_push(self, push: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,5 +91,6 @@ def _die_with_owner() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+coupling.install()
 if inside_vllm():
     threading.Thread(target=_die_with_owner, name="paceline-owner-monitor", daemon=True).start()

@@ -15,6 +15,7 @@ from paceline.config import Config
 from paceline.metrics import JsonlSink, Recorder
 from paceline.orchestrator.batch_log import Taken
 from paceline.orchestrator.fleet import Fleet
+from paceline.orchestrator.groups import Sampling
 from paceline.orchestrator.intake import Intake
 from paceline.orchestrator.journal import Journal
 from paceline.orchestrator.members import Members
@@ -132,17 +133,18 @@ def one_long(position: int, length: int = 1000) -> Lengths:
     return lambda request: length if request.group_id == GroupId(position) else 10
 
 
-def test_a_synchronous_run_has_the_numbers_seeds_and_order_that_follow_from_step_and_place():
-    """Whoever changes them changes what a deterministic run samples."""
-    found = stream(config_of("rollout.engine.deterministic=true", "run.seed=3"), random_lengths(0))
+def test_a_synchronous_run_has_the_numbers_seeds_and_order_that_follow_from_its_position():
+    """A change of the seeds changes what every seeded run samples."""
+    config = config_of("run.seed=3")
+    found = stream(config, random_lengths(0))
     assert [list(groups) for groups in found.taken] == [list(range(4 * step, 4 * step + 4)) for step in range(6)]
     assert [[group.group_id for group in groups.values()] for groups in found.taken] == [
         [GroupId(position) for position in range(4 * step, 4 * step + 4)] for step in range(6)
     ]
     for request in found.requests:
-        step, place = divmod(request.group_id.number, 4)
-        seed = np.random.SeedSequence((3, 0, step + 1, place, request.index)).generate_state(1)[0]
-        assert request.seed == seed
+        sampling = Sampling.to_train(config)
+        assert request.seed == sampling.seed_of(request.group_id.number, request.index)
+    assert len({request.seed for request in found.requests}) == len(found.requests)
     assert {age for step in range(1, 7) for age in found.ages(step)} == {0}
 
 
