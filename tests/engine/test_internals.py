@@ -13,6 +13,7 @@ from paceline.config import EngineConfig
 from paceline.rollout import hosts, speculation
 from paceline.rollout.arguments import engine_args
 from paceline.rollout.internals import (
+    coupled_cpu,
     drafter_survival,
     engine_arguments,
     engine_core,
@@ -203,6 +204,26 @@ def test_engine_arguments_can_be_filled_in_before_their_config_is_made(
     speculative = config.speculative_config
     assert speculative is not None and speculative.method == "ngram"
     assert speculative.draft_load_config is not None and speculative.draft_load_config.load_format == "auto"
+
+
+def test_samplers_look_up_what_coupling_replaces() -> None:
+    """Replaced where nobody looks, verification would be vLLM's again; tests/engine/test_coupled.py would say so."""
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert parameters(CPUModelRunner.__init__) == ["self", "vllm_config", "device"]
+    assert parameters(GPUModelRunner._sample) == ["self", "logits", "spec_decode_metadata"]
+    assert parameters(TopKTopPSampler.forward_cpu) == ["self", "logits", "generators", "k", "p"]
+    assert "fused_gumbel_argmax" in inspect.getsource(TopKTopPSampler.forward_cpu)
+    assert "= rejection_sample(" in inspect.getsource(rejection_sampler.RejectionSampler.forward)
+    ours, theirs = parameters(coupled_cpu._verify), parameters(rejection_sampler.rejection_sample)
+    assert ours[:-1] == theirs[: len(ours) - 1]
+    assert parameters(SpecDecodeBaseProposer._sample_from_logits) == parameters(coupled_cpu._sample_drafts)
+    assert {"common_attn_metadata", "num_rejected_tokens_gpu"} <= set(parameters(SpecDecodeBaseProposer.propose))
+    assert "_sample_from_logits" in inspect.getsource(SpecDecodeBaseProposer._sample_draft_tokens)
 
 
 def test_amx_is_asked_for_by_names_that_torch_has() -> None:

@@ -25,6 +25,8 @@ def test_engine_runs_the_v2_runner_and_its_sampler(plain: DrivenEngine) -> None:
         "sampler": "vllm.v1.worker.gpu.sample.sampler.Sampler",
         "scheduling": "asynchronous",
         "sound": True,
+        "verification": "standard",
+        "keyed": True,
     }
 
 

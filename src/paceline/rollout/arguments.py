@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.config.gpu import refuse_fp8_on_gpu
 from paceline.fp8 import ROUTERS
+from paceline.rollout.internals.model_runner import planned_runner
 from paceline.rollout.internals.platform import has_amx, on_cpu
 from paceline.rollout.speculation import (
     FP8_WEIGHTS,
@@ -84,6 +85,11 @@ def engine_args(
         args.scheduler_cls = SCHEDULER
         args.additional_config = cast("Any", Unhashed(scheduler_settings(speculation, plan)))
         args.per_request_spec_decode_metrics = "summary"
+        if speculation.verification == "coupled" and not cpu and planned_runner(args) == "v1":
+            raise ValueError(
+                f"speculation.verification: got 'coupled' with drafter {speculation.drafter.kind}; must be 'standard' "
+                "because vLLM runs this engine on V1, which is deprecated on GPUs and draws by generators"
+            )
     return args
 
 

@@ -284,7 +284,8 @@ class VllmEngine:
             if worker["verification"] != speculation.verification:
                 raise PacelineError(
                     f"engine {self.name}: got speculation.verification {speculation.verification!r}, but its runner "
-                    f"{worker['runner']} verifies by {worker['verification']!r}; must be 'standard' on this runner"
+                    f"{worker['runner']} verifies by {worker['verification']!r}; must be 'standard' on CPUs with vLLM "
+                    "before 0.32"
                 )
             if not worker["sound"] and not stock:
                 raise PacelineError(

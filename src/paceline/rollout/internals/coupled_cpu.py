@@ -12,7 +12,7 @@ So a token is the same with and without drafts, and a drafter with the policy's 
 policy's tokens. Requests without a seed get random ones at every draw.
 
 Relied upon:
-  vllm/v1/sample/ops/topk_topp_sampler.py    TopKTopPSampler.forward_cpu; torch.ops._C.fused_gumbel_argmax
+  vllm/v1/sample/ops/topk_topp_sampler.py    TopKTopPSampler.forward_cpu; torch.ops._C.fused_gumbel_argmax, since 0.32
   vllm/v1/worker/gpu_model_runner.py         GPUModelRunner._sample; input_batch.num_tokens_no_spec, the tokens that a
                                              request has
   vllm/v1/sample/rejection_sampler.py        rejection_sample, a global that RejectionSampler.forward looks up
@@ -63,14 +63,16 @@ class _SampledBatch:
 _batch = _SampledBatch()
 
 
-def key_noise() -> None:
-    """Draw tokens with noise of (seed, index). Called before the sampler is built; the first call counts."""
+def key_noise() -> bool:
+    """Draw tokens with noise of (seed, index); return whether this vLLM can. Called before the sampler is built."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    if not hasattr(torch.ops._C, "fused_gumbel_argmax"):
+        return False
     stock_sample = GPUModelRunner._sample
     if hasattr(stock_sample, _MARK):
-        return
+        return True
     stock_forward = TopKTopPSampler.forward_cpu
 
     @functools.wraps(stock_sample)
@@ -102,6 +104,7 @@ def key_noise() -> None:
     setattr(sample, _MARK, True)
     GPUModelRunner._sample = sample
     TopKTopPSampler.forward_cpu = forward_cpu
+    return True
 
 
 def couple() -> None:
@@ -132,7 +135,7 @@ def draw(
     logits_NV: torch.Tensor, generators: Mapping[int, torch.Generator], row_N: Indices, index_N: Indices
 ) -> torch.Tensor:
     """Return the token that each row of logits draws: for the request in `row_N`, at `index_N` among its tokens."""
-    seed_B = np.random.default_rng(int(torch.randint(2**62, (1,)))).integers(2**63, size=int(row_N.max(initial=0)) + 1)
+    seed_B = torch.randint(2**62, (int(row_N.max(initial=0)) + 1,)).numpy()
     for row, generator in generators.items():
         if row < len(seed_B):
             seed_B[row] = generator.initial_seed()

@@ -51,7 +51,7 @@ def has_keyed_noise() -> bool:
     return _has_keyed_noise
 
 
-def _prepare_before(runner: Any, couple: Callable[[], None], key_noise: Callable[[], None] = lambda: None) -> None:
+def _prepare_before(runner: Any, couple: Callable[[], None], key_noise: Callable[[], bool] = lambda: True) -> None:
     stock = runner.__init__
     if hasattr(stock, _MARK):
         return
@@ -59,11 +59,11 @@ def _prepare_before(runner: Any, couple: Callable[[], None], key_noise: Callable
     @functools.wraps(stock)
     def build(self: Any, vllm_config: VllmConfig, device: torch.device) -> None:
         global _verification, _has_keyed_noise  # noqa: PLW0603  state of the worker's process
-        key_noise()
-        if own_settings(vllm_config.additional_config).get("verification") == "coupled":
+        is_keyed = key_noise()
+        if is_keyed and own_settings(vllm_config.additional_config).get("verification") == "coupled":
             couple()
             _verification = "coupled"
-        _has_keyed_noise = vllm_config.speculative_config is None or _verification == "coupled"
+        _has_keyed_noise = is_keyed and (vllm_config.speculative_config is None or _verification == "coupled")
         stock(self, vllm_config, device)
 
     setattr(build, _MARK, True)
