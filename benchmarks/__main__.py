@@ -42,6 +42,9 @@ BENCHES = {
     "fp8": Bench("FP8 against BF16: speed, KV capacity, mismatch, KV scales (45 minutes)", "fp8:run", settings=False),
     "hosts": Bench("TRL's generation with PACELINE against without (30 minutes)", "hosts:run"),
     "learning": Bench("held-out accuracy gained by RL on the arena, three seeds (17 minutes)", "learning:run"),
+    "monitor": Bench(
+        "false alarms, power and cost of the losslessness monitor (10 minutes)", "monitor:run", settings=False
+    ),
     "peers": Bench("our loop against stock TRL's, three seeds (10 minutes)", "peers:run"),
     "plan": Bench("the simulator of `paceline plan` against published figures (2 minutes)", "plan:run", settings=False),
     "rollout": Bench("makespan with speculation against plain vLLM and rivals (70 minutes)", "rollout:run"),

@@ -30,7 +30,7 @@ ROWS = (
     ("types",),
     ("files", "context", "fp8", "devices"),
     ("assets",),
-    ("metrics", "measure"),
+    ("metrics", "measure", "monitor"),
     ("selector", "drafters", "weights", "console", "sinks"),
     ("rollout", "learner"),
     ("orchestrator",),

@@ -22,7 +22,7 @@ from typing import Any, Protocol, Self
 
 from paceline.files import atomic_file, read_jsonl
 
-DETAILS = ("rollouts", "draft_length", "mismatch", "places", "texts")
+DETAILS = ("rollouts", "draft_length", "mismatch", "monitor", "places", "texts")
 """Kinds of records that long runs do not keep for every step."""
 DETAIL_BYTES = 64 * 2**20
 _BLOCK_STEPS = 8
@@ -39,6 +39,8 @@ PER_STEP = {
     "draft/restore_failures": "could not keep or restore a drafter's weights",
     "draft/hand_over_failures": "could not write hidden states for drafter training",
     "draft/failures": "drafter training failed; it continued at the next step, or ended",
+    "monitor/alarms": "an engine's tokens or log-probabilities are not the policy's; the engine drafts no more",
+    "monitor/failures": "the losslessness monitor raised an exception, or could not stop an engine's drafts",
     "engine/lost": "an engine was lost; other engines took its rollouts",
     "learner/restarted": "the learner was lost; it was restarted from its state",
     "rollout/quarantined_groups": "a group was dropped because its prompt may crash engines",

@@ -11,7 +11,7 @@ from typing import Any
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from paceline.drafters.rounds import drafter_weights
-from paceline.rollout.calls import COUNTERS, DRAFTER, PUSH
+from paceline.rollout.calls import COUNTERS, DRAFTER, MONITOR, PUSH
 from paceline.weights.shared_memory import ShmSender
 
 
@@ -73,6 +73,7 @@ def main(model: str, drafter: str, random: str, prompts: str) -> None:
     facts["same_words"] = said == said_then
     facts["version"] = host.counters()["draft/version"]
     facts["restored"] = host.counters()["draft/restored"]
+    facts["monitor"] = host.call(MONITOR)
     host.sender.close()
     print(json.dumps({"facts": facts}))
 

@@ -71,3 +71,10 @@ def test_pushed_drafter_drafts_and_damage_is_refused(facts: dict[str, Any]) -> N
 def test_push_counts_as_a_version_and_is_not_undone(facts: dict[str, Any]) -> None:
     """The host reloads its policy after the push."""
     assert facts["version"] == 3 and facts["restored"] == 0
+
+
+def test_sampler_of_a_host_is_monitored(facts: dict[str, Any]) -> None:
+    """The plugin installs the monitor in the host's worker, before any call."""
+    (figures,) = facts["monitor"]
+    assert figures["monitor/tokens"] > 0 and figures["monitor/failures"] == 0
+    assert figures["monitor/step_s"] > 1, "installed by the call that asked for it"

@@ -15,6 +15,7 @@ import pytest
 from contexts import arena_config
 from paceline.config import EngineConfig, FixedSelector, HistoryDrafter, SpeculationConfig
 from paceline.metrics import JsonlSink, Recorder, read_metrics
+from paceline.monitor import TESTS, limit_log10
 from paceline.orchestrator.loop import Parts, train
 from paceline.orchestrator.members import Members
 from paceline.plan.simulate import SimulatedLearner, score_by_parity
@@ -119,6 +120,14 @@ def test_counters_of_a_step_agree_with_its_rollouts(run_dir: Path) -> None:
         assert metrics["engine/preemptions"] == 0
 
 
+def test_monitor_has_examined_what_it_may_and_found_nothing(run_dir: Path) -> None:
+    """A monitor that is not installed, or that fails at every examination, finds nothing either."""
+    steps = [record["metrics"] for record in read_metrics(run_dir / "metrics.jsonl")["step"]]
+    assert sum(metrics["monitor/positions"] for metrics in steps) > 0
+    assert all(metrics["monitor/failures"] == metrics["monitor/alarms"] == 0 for metrics in steps)
+    assert all(metrics[f"monitor/{test}_log10"] < limit_log10(1) for metrics in steps for test in TESTS)
+
+
 def test_draft_length_over_time_lies_within_the_step(run_dir: Path) -> None:
     records = read_metrics(run_dir / "metrics.jsonl")
     for drafted, rollouts, step in zip(records["draft_length"], records["rollouts"], records["step"], strict=True):
@@ -132,7 +141,7 @@ def test_draft_length_over_time_lies_within_the_step(run_dir: Path) -> None:
 def test_report_names_the_failures_and_draws_the_draft_length(run_dir: Path) -> None:
     page = write_report(run_dir).read_text(encoding="utf-8")
     assert "selector/failures" in page and "history/failures" in page and "metrics/sink_errors" in page
-    assert "draft length" in page
+    assert "draft length" in page and "Losslessness alarms" in page
 
 
 def test_draft_limit_stops_speculation_and_allows_it_again(runner: asyncio.Runner, engine: VllmEngine) -> None:

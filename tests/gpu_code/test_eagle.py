@@ -78,6 +78,23 @@ def test_fault_planted_in_the_running_sampler_is_found(eagle: DrivenEngine, faul
     assert abs(surprise([row.logp for row in exact], [row.entropy for row in exact])) > 5
 
 
+def test_monitor_accuses_a_faulty_sampler_only(eagle: DrivenEngine) -> None:
+    """Rows, steps and request states of V2's tensors that the monitor misread would look like a fault, or hide one. A
+    right sampler exceeds 4 with a probability of 2e-4."""
+    evidence: dict[SamplerFault | None, float] = {}
+    for fault in (None, "temperature", "accept"):
+        eagle.rpc("plant_sampler_fault", fault)
+        try:
+            eagle.sample([PROMPT] * NUM_ROLLOUTS, max_tokens=MAX_TOKENS)
+            (found,) = eagle.rpc("sampler_evidence")
+        finally:
+            eagle.rpc("plant_sampler_fault", None)
+        assert found["monitor/failures"] == found["monitor/not_finite"] == 0
+        assert found["monitor/positions"] > NUM_ROLLOUTS
+        evidence[fault] = max(found["monitor/draft_log10"], found["monitor/residual_log10"])
+    assert evidence[None] < 4 < min(evidence["temperature"], evidence["accept"]), evidence
+
+
 def test_pushed_drafter_is_held_and_leaves_the_policy_alone(eagle: DrivenEngine, drafter_path: Path) -> None:
     """V2 keeps its drafter as `speculator`, not as `drafter`: a push could find none, or land in the policy."""
     stored = drafter_weights(drafter_path / "model.safetensors")

@@ -104,6 +104,11 @@ class Cluster:
         """Restart all engines in full or in configured precision. The next push loses engines that do not return."""
         await self._restart(self.settings.with_precision(raised=raised))
 
+    async def stop_speculation(self, name: str) -> None:
+        """Let one engine draft no more until it restarts."""
+        if (engine := self._newest(name)).name == name:
+            await engine.stop_speculation()
+
     @property
     def start_s(self) -> float:
         return max(engine.start_s for engine in self.engines)

@@ -35,6 +35,10 @@ SUMS = (
     "draft/restored",
     "draft/restore_failures",
     "draft/hand_over_failures",
+    "monitor/positions",
+    "monitor/not_finite",
+    "monitor/seconds",
+    "monitor/failures",
     "learner/restarted",
 )
 """Totals with differences that are metrics without further computation."""
@@ -43,6 +47,7 @@ SHARES = {
     "selector/expected_tokens_per_s": ("selector/expected_tokens", "selector/predicted_s"),
     "selector/measured_tokens_per_s": ("selector/measured_tokens", "selector/predicted_s"),
     "history/matched_share": ("history/num_matched", "history/num_rows"),
+    "monitor/time_share": ("monitor/seconds", "monitor/step_s"),
 }
 """Metrics that divide one difference by another, both summed over engines."""
 _STEPS_AT = "selector/steps_at_k"

@@ -137,13 +137,15 @@ class Journal:
         too_old = sum(policy_version - rollout.policy_version > max_age for rollout in rollouts)
         self.metrics.add("rollout/max_age_exceeded", Sum(too_old))
 
-    async def counters(self, engines: Sequence[Engine]) -> None:
-        """Add the counters of engines since the last step, and record draft lengths over time."""
+    async def counters(self, engines: Sequence[Engine]) -> Mapping[str, Mapping[str, float]]:
+        """Add the counters of engines since the last step, and record draft lengths over time. Return the totals by
+        engine."""
         totals, timelines, num_failed = await engine_counters.ask(engines)
         self.metrics.add("engine/metrics_failed", Sum(num_failed))
         self._differences.add(totals, self.metrics)
         if any(timelines.values()):
             self._draft_length(timelines)
+        return totals
 
     def learner_counters(self, totals: Mapping[str, float]) -> None:
         self._differences.add({"learner": totals}, self.metrics)
@@ -190,6 +192,10 @@ class Journal:
         """Record tokens by log-ratio (bins: correction.HISTOGRAM_EDGES), k3 per engine, and the worst tokens."""
         record = {"step": self.step, "time_s": self.elapsed_s(), "counts": list(counts)}
         self._recorder.write("mismatch", {**record, "engines": dict(engines), "worst": list(worst)})
+
+    def evidence(self, engines: Mapping[str, Mapping[str, float]]) -> None:
+        """Record the monitor's evidence by engine and test, as log10."""
+        self._recorder.write("monitor", {"step": self.step, "time_s": self.elapsed_s(), "engines": dict(engines)})
 
     def evaluation(self, groups: Sequence[Group], rewards: Rewards) -> None:
         """Record mean reward and length of held-out rollouts, and the text of a few if `decode` is given."""

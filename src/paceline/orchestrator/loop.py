@@ -27,6 +27,7 @@ from paceline.orchestrator.fleet import Fleet
 from paceline.orchestrator.healing import Healer
 from paceline.orchestrator.intake import Intake
 from paceline.orchestrator.journal import Journal, clock_s
+from paceline.orchestrator.losslessness import LosslessnessMonitor
 from paceline.orchestrator.members import Members
 from paceline.orchestrator.mismatch import MismatchMonitor
 from paceline.orchestrator.online_drafter import OnlineDrafter
@@ -52,6 +53,8 @@ class Parts:
     healer: Healer = field(default_factory=Healer)
     raise_precision: Callable[[bool], Awaitable[None]] | None = None
     """Restarts idle engines in full precision (True) or as configured (False), before a push; None if impossible."""
+    stop_speculation: Callable[[str], Awaitable[None]] | None = None
+    """Lets an engine draft no more until it restarts; None if impossible."""
 
 
 async def train(
@@ -98,6 +101,7 @@ class _Run:
         self.scoring = Scoring(parts.score)
         can_raise = parts.raise_precision is not None
         self.mismatch = MismatchMonitor(config, parts.learner, journal, can_raise=can_raise, save_to=save_to)
+        self.monitor = LosslessnessMonitor(journal, parts.stop_speculation)
         self.version = 0
         self.intake = Intake(parts.prompts, config, fleet, recovery, journal, self.scoring)
 
@@ -140,7 +144,8 @@ class _Run:
             groups = list(taken.values())
         with stage("prepare"):
             counting = self.journal.counters(self.fleet.engines)
-            rewards, _ = await asyncio.gather(self.scoring.take(taken), counting)
+            rewards, totals = await asyncio.gather(self.scoring.take(taken), counting)
+            await self.monitor.on_generation(totals, groups)
             logged = Taken(groups=list(taken), dropped=self.intake.dropped, rewards=rewards)
             self.recovery.keep_taken(self.journal.step, logged)
             self.journal.rollouts(groups, rewards, fleet=self.fleet)
@@ -151,6 +156,7 @@ class _Run:
             return
         with stage("logprob"):
             scores = await learner.score(samples, correction=self.mismatch.correction, hand_over=True)
+            await self.monitor.on_scores(samples, scores.logp)
             judged = await self.mismatch.judge(samples, scores, version=self.version)
         if judged.decision.update:
             with stage("train"):

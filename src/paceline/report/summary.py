@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from paceline.context import duration
 from paceline.metrics import PER_STEP, SINCE_START
+from paceline.monitor import TESTS, limit_log10
 from paceline.report.recorded import Floats, Interval, RecordedRun, StepRollouts, ends, read_run
 
 # Sets of time: sorted disjoint intervals.
@@ -176,6 +177,10 @@ class RunSummary:
     """Over all rollouts."""
     num_engines_lost: int
     num_redispatched: int
+    num_alarms: int
+    evidence_log10: float | None
+    """Highest evidence of the losslessness monitor; None if nothing was tested."""
+    num_examined: float
 
     def headlines(self) -> list[Headline]:
         whole = self.planned_steps in (None, self.num_steps)
@@ -196,6 +201,12 @@ class RunSummary:
             ("Idle engine time", percent(self.idle_share), f"tail: {percent(self.tail_share)} of generation"),
             ("Truncated rollouts", percent(self.truncated_share), "cut off at max_tokens"),
             ("Engines lost", f"{self.num_engines_lost}", f"{self.num_redispatched} rollouts dispatched again"),
+            (
+                "Losslessness alarms",
+                "n/a" if self.evidence_log10 is None else f"{self.num_alarms}",
+                f"{self.num_examined:,.0f} verified tokens examined; evidence up to "
+                f"{number(self.evidence_log10, '10^{:.1f}')}, an alarm needs 10^{limit_log10(1):.1f}",
+            ),
         )
         return [Headline(label=label, value=value, note=note) for label, value, note in rows]
 
@@ -207,6 +218,7 @@ def summary(run: Path | RecordedRun) -> RunSummary:
     whole = occupancy(run.rollouts, phases=phases, evals=run.eval_intervals) if phases else None
     step_s, generation_s = run.series("time/step"), run.series("time/generation")
     lost = [event for event in run.events if event["what"] == "engine_lost"]
+    evidence = [log10 for test in TESTS for log10 in run.series(f"monitor/{test}_log10").tolist() if np.isfinite(log10)]
     return RunSummary(
         num_steps=len(run.steps),
         planned_steps=run.planned_steps,
@@ -223,6 +235,9 @@ def summary(run: Path | RecordedRun) -> RunSummary:
         truncated_share=truncated_of(run, run.rollouts),
         num_engines_lost=len(lost),
         num_redispatched=sum(int(event.get("redispatched", 0)) for event in lost),
+        num_alarms=sum(event["what"] == "monitor_alarm" for event in run.events),
+        evidence_log10=max(evidence) if evidence else None,
+        num_examined=float(np.nansum(run.series("monitor/positions"))),
     )
 
 

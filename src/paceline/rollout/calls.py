@@ -21,7 +21,9 @@ DRAFTER = "paceline_drafter"
 """Answers with a `ServedDrafter`."""
 COUNTERS = "paceline_counters"
 """Answers once for all workers with the scheduler's totals since the start and `draft/version`, by metric key."""
-NAMES = (PUSH, DRAFTER, COUNTERS)
+MONITOR = "paceline_monitor"
+"""Answers with evidence and counts of the losslessness monitor by metric key, from each worker."""
+NAMES = (PUSH, DRAFTER, COUNTERS, MONITOR)
 ENDPOINT = "/paceline/calls"
 """Path of our endpoint."""
 NOT_THERE = (
@@ -79,9 +81,18 @@ def describe_drafter(worker: Any) -> dict[str, Any]:
     )
 
 
-AWAKE: Mapping[str, Callable[..., Any]] = {PUSH: push, DRAFTER: describe_drafter}
+def monitor_figures(worker: Any) -> dict[str, float]:
+    """Return the figures of the losslessness monitor. Runs in the worker."""
+    from paceline.rollout.internals.model_runner import runner_version
+    from paceline.rollout.internals.verification_monitor import figures, start
+
+    start(runner_version(_unwrapped(worker)))  # where no plugin has: in a host's own process, in Ray's
+    return figures()
+
+
+AWAKE: Mapping[str, Callable[..., Any]] = {PUSH: push, DRAFTER: describe_drafter, MONITOR: monitor_figures}
 """Functions of the names in the workers."""
-ASLEEP: Mapping[str, Callable[..., Any]] = {PUSH: refuse_asleep, DRAFTER: describe_drafter}
+ASLEEP: Mapping[str, Callable[..., Any]] = {PUSH: refuse_asleep, DRAFTER: describe_drafter, MONITOR: monitor_figures}
 
 
 def _unwrapped(worker: Any) -> Any:

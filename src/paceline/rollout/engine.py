@@ -223,10 +223,12 @@ class VllmEngine:
         self._check_alive()
         found = self._counters.read()
         if self._speculates:
-            chosen, drafters = await self._ask(
-                scheduler_calls.call(self._llm, "counters"), self._llm.collective_rpc("drafter_counters")
+            chosen, drafters, monitors = await self._ask(
+                scheduler_calls.call(self._llm, "counters"),
+                self._llm.collective_rpc("drafter_counters"),
+                self._llm.collective_rpc("monitor_figures"),
             )
-            found |= chosen
+            found |= chosen | monitors[0]  # all ranks see the same verifications
             for drafter in drafters:  # one per worker
                 for key, value in drafter.items():
                     found[f"history/{key}"] = found.get(f"history/{key}", 0.0) + value

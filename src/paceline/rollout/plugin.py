@@ -23,9 +23,9 @@ _said: set[str] = set()
 
 
 def register() -> None:
-    """Initialize AMX, register the weight-transfer backend, and fill in engine arguments if PACELINE is set. Without
-    the variable, engines that do not name the backend are unaffected."""
-    _run("paceline", _initialize_amx, _register_backend, _watch_arguments)
+    """Initialize AMX, register the weight-transfer backend, and, if PACELINE is set, fill in engine arguments and watch
+    the sampler. Without the variable, engines that do not name the backend are unaffected."""
+    _run("paceline", _initialize_amx, _register_backend, _watch_arguments, _prepare_runners)
 
 
 def mend() -> None:
@@ -96,6 +96,19 @@ def _watch_arguments() -> str:
     from paceline.rollout.internals.engine_arguments import fill_before_use
 
     return "PACELINE is set" if fill_before_use(_fill) else "PACELINE is for the process that makes the engine's config"
+
+
+def _prepare_runners() -> str:
+    if not os.environ.get("PACELINE"):
+        return "vLLM verifies as it does"
+    from paceline.rollout.internals.processes import inside_vllm
+
+    if not inside_vllm():
+        return "runners are prepared in vLLM's processes"
+    from paceline.rollout.internals.coupling import install
+
+    install()
+    return "verification by the engine's settings, and the losslessness monitor"
 
 
 def _fill(arguments: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 
 from paceline.rollout import receiver
-from paceline.rollout.internals import coupling, sampler_fix
+from paceline.rollout.internals import coupling, sampler_fix, verification_monitor
 from paceline.rollout.internals.model_runner import proposer, runner_version, sampler
 from paceline.rollout.internals.processes import engine_core_pid, inside_vllm
 from paceline.weights.message import Push
@@ -72,6 +72,10 @@ class WorkerExtension:
         from paceline.rollout.proposer import HistoryProposer  # compiles kernels; other engines do without
 
         return drafter.counters() if isinstance(drafter, HistoryProposer) else {}
+
+    def monitor_figures(self) -> dict[str, float]:
+        """Return evidence and counts of the losslessness monitor, by metric key."""
+        return verification_monitor.figures()
 
 
 def _die_with_owner() -> None:

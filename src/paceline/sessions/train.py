@@ -148,6 +148,7 @@ async def _run(
             drafter=cluster.drafter,
             healer=cluster.healer,
             raise_precision=None if engine == engine.in_full_precision else cluster.raise_precision,
+            stop_speculation=cluster.stop_speculation,
         )
         await train(parts, config, recorder, save_to=str(directory.resolve() / "policy"), recovery=recovery)
         if (directory / "drafter").exists():  # saved by an earlier end of the run

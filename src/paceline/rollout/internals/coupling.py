@@ -1,11 +1,12 @@
-"""Noise and verification of a worker, set before its model runner is built.
+"""Noise, verification and monitor of a worker, set before its model runner is built.
 
 A worker samples by V1's code on CPUs (coupled_cpu.py) or by V2's (coupled_v2.py). Both look up replaceable functions,
 but V2 captures its drafter in CUDA graphs when the runner starts, and V1 builds its sampler then, so the constructors
 of both runners are wrapped. They know vLLM's config, which carries our settings.
 
-Relied upon: the constructors of CPUModelRunner (vllm/v1/worker/cpu_model_runner.py) and of V2's GPUModelRunner
-(vllm/v1/worker/gpu/model_runner.py), which take (vllm_config, device). Goes with the two files.
+Relied upon: the constructors of CPUModelRunner (vllm/v1/worker/cpu_model_runner.py), of V1's GPUModelRunner
+(vllm/v1/worker/gpu_model_runner.py) and of V2's (vllm/v1/worker/gpu/model_runner.py), which take (vllm_config, device).
+Goes with the two files.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.rollout.internals import coupled_cpu, coupled_v2
+from paceline.rollout.internals import coupled_cpu, coupled_v2, verification_monitor
+from paceline.rollout.internals.model_runner import Runner
 from paceline.rollout.internals.platform import on_cpu
 from paceline.rollout.speculation import own_settings
 
@@ -34,11 +36,16 @@ def install() -> None:
     if HAS_TRITON:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-        _prepare_before(GPUModelRunner, coupled_v2.couple)
+        _prepare_before(GPUModelRunner, "v2", coupled_v2.couple)
     if on_cpu():
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-        _prepare_before(CPUModelRunner, coupled_cpu.couple, coupled_cpu.key_noise)
+        _prepare_before(CPUModelRunner, "v1", coupled_cpu.couple, coupled_cpu.key_noise)
+    else:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1ModelRunner
+
+        # V1 on GPUs draws by generators. It is watched, not coupled.
+        _prepare_before(V1ModelRunner, "v1", lambda: None, lambda: False)
 
 
 def verification() -> str:
@@ -51,8 +58,10 @@ def has_keyed_noise() -> bool:
     return _has_keyed_noise
 
 
-def _prepare_before(runner: Any, couple: Callable[[], None], key_noise: Callable[[], bool] = lambda: True) -> None:
-    stock = runner.__init__
+def _prepare_before(
+    built: Any, runner: Runner, couple: Callable[[], None], key_noise: Callable[[], bool] = lambda: True
+) -> None:
+    stock = built.__init__
     if hasattr(stock, _MARK):
         return
 
@@ -64,7 +73,9 @@ def _prepare_before(runner: Any, couple: Callable[[], None], key_noise: Callable
             couple()
             _verification = "coupled"
         _has_keyed_noise = is_keyed and (vllm_config.speculative_config is None or _verification == "coupled")
+        if vllm_config.speculative_config is not None:
+            verification_monitor.start(runner, draft_are_logits=_verification == "coupled")
         stock(self, vllm_config, device)
 
     setattr(build, _MARK, True)
-    runner.__init__ = build
+    built.__init__ = build
