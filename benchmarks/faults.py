@@ -2,6 +2,7 @@
 
     busy     a machine with as many busy processes as cores, engines that compile; trainers are killed
     steady   60 steps, an engine fault in every tenth
+    twins    two runs of equal seeds, one plain, one that speculates and loses engines in mid-rollout
     dense    the same run continues with a fault every two or three steps: engines, learner, driver
 
     num_faults                            faults whose process was alive before, and ended or stopped after
@@ -11,6 +12,8 @@
     not_healed                            faults after which the part was not restored
     false_alarms                          losses without a fault
     orphans                               processes that are alive 10 s after their driver ended
+    regenerated_equal                     share of equal rollouts in the twins' steps with a loss
+    num_regenerated                       rollouts that were generated again in them
     useful_time                           60 x median time of steps with both engines alive / time of the 60 steps
 
 Out of memory is simulated as the kernel does it: SIGKILL for the largest process of an engine, vLLM's worker.
@@ -39,6 +42,7 @@ from benchmarks.victim import Signal, VictimRun, count_orphans, eventually, is_g
 from paceline.context import Context
 from paceline.metrics import read_metrics
 from paceline.orchestrator.members import place_of
+from paceline.report.equality import compare_tokens
 
 _FOUND_DEADLINE_S, _HEALED_DEADLINE_S = 120.0, 900.0
 _NUM_ENGINES, _NUM_STEPS = 2, 60
@@ -124,6 +128,14 @@ _BUSY_SETTINGS = (
     "speculation.training.inline_s=3",
     "speculation.training.when=always",
 )
+_TWIN_SETTINGS = (
+    "run.steps=6",
+    f"rollout.prompts_per_step={_PROMPTS}",
+    f"rollout.group_size={_SIBLINGS}",
+    "rollout.engine.dtype=float32",
+    "correction.kind=recompute",
+)
+_COUPLED = ("speculation.drafter.kind=history", "speculation.verification=coupled")
 GOALS: dict[str, Any] = {
     "num_faults": (">=", 20.0),
     "lost_rollouts": ("<=", 0.0),
@@ -134,6 +146,8 @@ GOALS: dict[str, Any] = {
     "not_healed": ("<=", 0.0),
     "false_alarms": ("<=", 0.0),
     "orphans": ("<=", 0.0),
+    "regenerated_equal": (">=", 1.0),
+    "num_regenerated": (">=", 1.0),
     "useful_time": (">=", 0.8),
 }
 
@@ -149,6 +163,7 @@ def run(overrides: Sequence[str], context: Context) -> Record:
             for step in (2, 4):
                 found.plant(busy, KILL_TRAINER, step)
             busy.finish()
+        share, num_regenerated = regenerated_equal(root, common, found)
         with closing(VictimRun(root / "long")) as long:
             long.start([str(ARENA), *common, *_LONG_SETTINGS, "run.name=long"])
             for number, fault in enumerate(STEADY):
@@ -174,6 +189,8 @@ def run(overrides: Sequence[str], context: Context) -> Record:
     record.add("not_healed", sum(one.healed_s is None for one in found.outcomes))
     record.add("false_alarms", len(alarms))
     record.add("orphans", found.orphans)
+    record.add("regenerated_equal", share)
+    record.add("num_regenerated", num_regenerated)
     record.add("useful_time", useful)
     record.details |= {
         "faults": [asdict(one) for one in found.outcomes],
@@ -182,6 +199,23 @@ def run(overrides: Sequence[str], context: Context) -> Record:
         "step_without_fault_s": typical_s,
     }
     return record
+
+
+def regenerated_equal(root: Path, settings: Sequence[str], found: _Faults) -> tuple[float, int]:
+    """Run the twins. Return the share of equal rollouts in the steps that lost an engine, and the number of rollouts
+    that these steps generated again."""
+    with closing(VictimRun(root / "whole")) as whole:
+        whole.start([str(ARENA), *settings, *_TWIN_SETTINGS, "run.name=whole"])
+        whole.finish()
+    with closing(VictimRun(root / "hurt")) as hurt:
+        hurt.start([str(ARENA), *settings, *_TWIN_SETTINGS, *_COUPLED, "run.name=hurt"])
+        for step, fault in ((2, KILL_ACTOR), (4, KILL_CORE)):
+            found.plant(hurt, fault, step)
+        hurt.finish()
+        lost = [seen.record for seen in hurt.seen if seen.record.get("what") == "engine_lost"]
+    steps = {record["step"] for record in lost}
+    compared = compare_tokens(root / "hurt", root / "whole", steps)
+    return compared.num_equal / max(1, compared.num_rollouts), sum(record["redispatched"] for record in lost)
 
 
 class _Faults:

@@ -311,7 +311,14 @@ def ratios(rounds: Sequence[Round]) -> dict[str, list[float]]:
         "k0_ratio": shorter("plain", "k=0"),
         "useless_drafter_ratio": shorter("plain", "useless"),
         "accepted_length": [accepted_length(group["selector"]) for group in first],
+        "equal_rollouts": [equal_rollouts(group) for group in first],
     }
+
+
+def equal_rollouts(group: Group) -> float:
+    """Return the share of requests with the same tokens in all arms."""
+    answers = list(zip(*(batch.token_ids for batch in group.values()), strict=True))
+    return sum(all(one == arms[0] for one in arms) for arms in answers) / len(answers)
 
 
 def accepted_length(batch: SteppedBatch) -> float:

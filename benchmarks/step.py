@@ -15,6 +15,8 @@ up. Settings of `speculation` are for sync and stream only.
     generation_speedup    g: seconds of generation, plain over sync
     of_amdahl             step_speedup over 1 / ((1 - s) + s / g), which g allows if nothing else changes
     tokens_sync, tokens_stream   response tokens over those of plain
+    equal_rollouts        share of the first step's rollouts with the same tokens in plain and sync; later steps have
+                          other policies once a rollout differs
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from benchmarks.harness import ARENA, Record, by_seed, resolved, train_by_turns
 from benchmarks.published.cells import amdahl
 from paceline.context import Context
 from paceline.devices import fast_precision
+from paceline.report.equality import token_checksums
 from paceline.report.recorded import RecordedRun
 from paceline.types import PacelineError
 
@@ -39,6 +42,7 @@ _DRAFTER = (
     "speculation.drafter.kind=eagle3",
     "speculation.drafter.path=arena:small/eagle3",
     "speculation.training.mode=idle",
+    "speculation.verification=coupled",
 )
 ARMS = {"plain": 0, "sync": 0, "stream": 1}
 """`run.max_age` of each arm; all but plain have a drafter."""
@@ -65,6 +69,8 @@ class SteppedRun:
     learner_s: float
     sync_s: float
     num_tokens: float
+    first_tokens: Sequence[str]
+    """Checksums of the first step's rollouts."""
 
 
 def run(overrides: Sequence[str], context: Context) -> Record:
@@ -90,7 +96,6 @@ def settings_of(arm: str, overrides: Sequence[str]) -> list[str]:
 
 def summarize(found: RecordedRun, directory: Path) -> SteppedRun:
     """Return means over the counted steps. Raise PacelineError if an update is missing, which would save time."""
-    del directory
 
     def mean(*keys: str) -> float:
         return float(np.nansum([found.series(key)[WARMUP:] for key in keys]) / len(found.steps[WARMUP:]))
@@ -108,6 +113,7 @@ def summarize(found: RecordedRun, directory: Path) -> SteppedRun:
         learner_s=mean("time/logprob", "time/train"),
         sync_s=mean("time/sync"),
         num_tokens=mean("rollout/num_tokens"),
+        first_tokens=list(token_checksums(directory).get(1, {}).values()),
     )
 
 
@@ -122,6 +128,9 @@ def compare(record: Record, runs: Mapping[str, Sequence[SteppedRun]]) -> None:
             "generation_share": share,
             "generation_speedup": speedup,
             "of_amdahl": plain.step_s / sync.step_s / amdahl(speedup, share),
+            "equal_rollouts": float(
+                np.mean([a == b for a, b in zip(plain.first_tokens, sync.first_tokens, strict=True)])
+            ),
             "tokens_sync": sync.num_tokens / plain.num_tokens,
             "tokens_stream": stream.num_tokens / plain.num_tokens,
         }.items():

@@ -4,8 +4,8 @@ Sampled lengths differ from run to run, and the longest decides a makespan, so l
 answers the prompts three times; the draw with the middle longest answer gives the lengths of the batch. Each group gets
 a prompt with longer answers (75 % of its shortest answer is closest to the group's longest length), so that few arms
 generate past the end of a response, where the policy was not trained; long prompts are added for the longest lengths.
-`past_end_share` is the share of tokens after an end. Requests have no seed of their own: vLLM then draws for all at
-once, which is faster in every arm.
+`past_end_share` is the share of tokens after an end. Requests of the batch have seeds and verification is coupled, so
+that all arms generate the same tokens up to rounding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ ENGINE = EngineConfig(max_model_len=768, max_num_seqs=64, kv_cache_gb=4.0, compi
 _CHOICE = 2000
 """Prompts from which the longest are taken."""
 _OF_SHORTEST = 0.75
-_SETTINGS = ("speculation.drafter.kind=", "speculation.drafter.path=", "speculation.max_draft_length=")
+_SETTINGS = (
+    "speculation.drafter.kind=",
+    "speculation.drafter.path=",
+    "speculation.max_draft_length=",
+    "speculation.verification=",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +80,7 @@ def asked_for(overrides: Sequence[str], *, bench: str = "rollout") -> Speculatio
             raise ValueError(f"bench {bench}: got {override!r}; must begin with {' or '.join(_SETTINGS)}")
     kinds = [override.removeprefix(_SETTINGS[0]) for override in overrides if override.startswith(_SETTINGS[0])]
     kind = (kinds or ["dflash"])[-1]
-    own = [f"policy.model={MODEL}", f"{_SETTINGS[0]}{kind}", f"{_SETTINGS[1]}{MODEL}/{kind}"]
+    own = [f"policy.model={MODEL}", f"{_SETTINGS[0]}{kind}", f"{_SETTINGS[1]}{MODEL}/{kind}", f"{_SETTINGS[3]}coupled"]
     asked = load_config(None, [*own, *overrides])
     assert asked.speculation is not None
     return asked.speculation
@@ -193,7 +198,13 @@ def give_group_lengths(
         del shortest[group]
         chosen[number] = prompts[group]
     return [
-        replace(chosen[number], group_id=GroupId(number), index=index, max_tokens=length)
+        replace(
+            chosen[number],
+            group_id=GroupId(number),
+            index=index,
+            max_tokens=length,
+            seed=number * group_size + index,
+        )
         for number, group in enumerate(groups)
         for index, length in enumerate(group)
     ]

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from ipaddress import ip_address
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +25,10 @@ from paceline.cluster import layout
 from paceline.cluster.placement import start_cluster
 from paceline.learner import guard
 from paceline.metrics import JsonlSink, Recorder, read_metrics
+from paceline.orchestrator.groups import Sampling
 from paceline.orchestrator.loop import Parts, train
-from paceline.types import Prompt, RolloutId
+from paceline.rollout.stepped import Order, stepped_engine
+from paceline.types import GroupId, Prompt, RolloutId, RolloutRequest
 from random_policy import make_policy
 
 SMALL = [
@@ -40,6 +42,31 @@ SMALL = [
     "learner.learning_rate=1e-3",
     "eval.every=0",
 ]
+EXACT = ["rollout.engine.dtype=float32"]
+"""Rows of a batch round alike, up to ties that are rarer than these batches are long."""
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(tmp_path_factory) -> dict[RolloutId, list[int]]:
+    """The first batch as one engine without speculation and without a fault draws it."""
+    model = make_policy(tmp_path_factory.mktemp("plain") / "model")
+    config = arena_config([*SMALL, *EXACT])
+    sampling = Sampling.to_train(config)
+    requests = [
+        RolloutRequest(
+            group_id=GroupId(place),
+            index=index,
+            prompt_ids=prompt.token_ids,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            seed=sampling.seed_of(place, index),
+        )
+        for place, prompt in enumerate(islice(random_prompts(), config.rollout.prompts_per_step))
+        for index in range(sampling.group_size)
+    ]
+    with stepped_engine(model, None, seed=0, config=config.rollout.engine) as engine:
+        batch = engine.run(Order(requests=requests))
+    return {request.id: tokens for request, tokens in zip(requests, batch.token_ids, strict=True)}
 
 
 def gone(process: psutil.Process) -> bool:
@@ -110,7 +137,9 @@ async def stream_on(cluster, metrics) -> None:
 
 
 @pytest.mark.parametrize(("transport", "killed"), [("shared_memory", "actor"), ("distributed", "EngineCore")])
-def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(tmp_path, monkeypatch, transport, killed):
+def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(
+    tmp_path, monkeypatch, plain_tokens, transport, killed
+):
     """SIGKILL of one of two engines in mid-rollout: every group still arrives once, on a policy that learner and engine
     agree on, and another engine in its place samples a later batch from that policy.
 
@@ -118,10 +147,13 @@ def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(tm
 
     On the CPU the distributed transport runs over gloo; the process group is made anew without the engine that is gone.
 
-    The engines speculate, so that a fault which only drafts bring out has the whole loop to show in."""
+    The engines speculate, so that a fault which only drafts bring out has the whole loop to show in. Verification is
+    coupled: rollouts that were lost are generated again with the tokens that an undisturbed engine draws."""
     monkeypatch.setattr(layout, "weight_transport", lambda kind: transport)
     model = make_policy(tmp_path / "model")
-    config = arena_config([*SMALL, "speculation.drafter.kind=history", "speculation.max_draft_length=3"])
+    coupled = ["speculation.drafter.kind=history", "speculation.max_draft_length=3", "speculation.verification=coupled"]
+    config = arena_config([*SMALL, *EXACT, *coupled])
+    first: dict[RolloutId, list[int]] = {}
     recorder = Recorder(JsonlSink(tmp_path / "metrics.jsonl"))
     seen: list[RolloutId] = []
     orphans: list[psutil.Process] = []
@@ -129,6 +161,8 @@ def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(tm
 
     async def score(groups):
         seen.extend(rollout.id for group in groups for rollout in group.rollouts)
+        for group in groups:
+            first.update((one.id, one.token_ids.tolist()) for one in group.rollouts if one.id in plain_tokens)
         if len(seen) == 2 * 8 * 4:
             await asyncio.wait_for(healed.wait(), 600)  # a start takes longer than these small steps
         if len(seen) == 3 * 8 * 4:
@@ -173,6 +207,7 @@ def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(tm
     (lost,) = [event for event in records["event"] if event["what"] == "engine_lost"]
     assert lost["engine"] == "engine-0"
     assert lost["redispatched"] > 0
+    assert first == plain_tokens
     (back,) = [event for event in records["event"] if event["what"] == "engine_healed"]
     assert back["engine"] == "engine-0#2"
     assert [record["metrics"]["fleet/engines"] for record in records["step"]] == [1, 2, 2]

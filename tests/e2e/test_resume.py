@@ -107,3 +107,8 @@ def test_a_run_ended_twice_ends_with_the_weights_of_one_that_was_not(tmp_path):
     assert len(records[run]["run"]) == 3
     state = sorted(entry.name for entry in (run / "state").iterdir())
     assert state == ["step-00000002", "step-00000004"]
+    # A rollout of step 3 came from the policy of the checkpoint before it.
+    words = ["replay", str(run), "speculation.drafter.kind=ngram", "--rollout", "8.0/train:1"]
+    again = subprocess.run([sys.executable, "-m", "paceline.cli", *words], check=False, capture_output=True, text=True)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.count("EQUAL") == 2

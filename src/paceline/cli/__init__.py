@@ -27,6 +27,7 @@ COMMANDS: tuple[Command, ...] = (
     machine.DOCTOR,
     machine.TUNE,
     train.REPORT,
+    train.REPLAY,
     machine.PLAN,
     drafter.DRAFT,
     drafter.SIDECAR,

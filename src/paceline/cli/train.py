@@ -1,4 +1,4 @@
-"""`paceline train`, `report` and `demo`."""
+"""`paceline train`, `report`, `replay` and `demo`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.common import CONFIGS, publish
-from paceline.cli.parser import HTML, OVERRIDES, QUICK, RESULT, Command, option
+from paceline.cli.parser import HTML, JSON, OVERRIDES, QUICK, RESULT, Command, option
 from paceline.context import Context
 
 if TYPE_CHECKING:
@@ -42,10 +42,30 @@ def run_and_report(config: Config, context: Context, *, resume: Path | None = No
 
 
 def _report(options: argparse.Namespace, context: Context) -> int:
+    from paceline.report.equality import compare_tokens
     from paceline.report.run import write_report
 
     print(write_report(options.run, against=options.against))
+    if options.against is not None:
+        print(compare_tokens(options.run, options.against).words())
     return 0
+
+
+def _replay(options: argparse.Namespace, context: Context) -> int:
+    from paceline.config import load_config
+    from paceline.sessions.replay import replay, rows
+    from paceline.types import RolloutId
+
+    try:
+        rollout_id = RolloutId.parse(options.rollout)
+    except ValueError:
+        raise ValueError(f"rollout: got {options.rollout!r}; must be as in metrics.jsonl: 17.0/train:3") from None
+    config = load_config(options.run / "config.json", options.overrides)
+    result = replay(options.run, rollout_id, options.overrides, config, context)
+    print("\n".join(rows(result)))
+    if options.json is not None:
+        result.write(options.json)
+    return int(not result.all_met)
 
 
 def _demo(options: argparse.Namespace, context: Context) -> int:
@@ -89,22 +109,47 @@ REPORT = Command(
     examples="paceline report runs/arena",
     options=(
         option("run", type=Path, metavar="RUN", help="run directory, such as runs/arena"),
-        option("--against", type=Path, metavar="OTHER_RUN", help="compare accepted length with another run"),
+        option(
+            "--against",
+            type=Path,
+            metavar="OTHER_RUN",
+            help="compare tokens, rewards and accepted length with another run",
+        ),
     ),
     run=_report,
+)
+REPLAY = Command(
+    words="replay",
+    help="generate one rollout of a run again",
+    details="""
+        Generate one rollout of a run again, on one engine without and one with the run's speculation, and compare it
+        with the recorded one token by token. Needs the policy that it came from: run.save_every=1 keeps all. Exit code
+        1 if a token differs. A run without speculation can be replayed with speculation.drafter.kind=ngram and so on.
+        """,
+    examples="""
+        paceline replay runs/arena --rollout 17.0/train:3
+        paceline replay runs/arena speculation.drafter.kind=ngram --rollout 17.0/train:3
+        """,
+    options=(
+        option("run", type=Path, metavar="RUN", help="run directory, such as runs/arena"),
+        option("--rollout", required=True, metavar="ID", help="group and index, as in metrics.jsonl: 17.0/train:3"),
+        OVERRIDES.but(help="settings of speculation"),
+        JSON,
+    ),
+    run=_replay,
 )
 DEMO = Command(
     words="demo",
     help="run a five-minute demo on this machine",
     details="""
-        Generate one long-tailed batch with plain vLLM, then with Paceline; test that both sample from the same
-        distribution; run a few RL steps with speculation and a drafter trained on idle engines. Writes one page with
-        both timelines, the speedup, the certificate and the learning curve.
+        Generate one long-tailed batch with plain vLLM, then the same tokens with Paceline; run a few RL steps with
+        speculation and a drafter trained on idle engines. Writes one page with both timelines, the speedup, the number
+        of equal rollouts and the learning curve.
         """,
     examples="paceline demo --quick --html demo.html",
     options=(
         OVERRIDES.but(help="settings of the RL steps"),
-        QUICK.but(help="two minutes: a smaller batch and its certificate, no RL steps"),
+        QUICK.but(help="two minutes: a smaller batch, no RL steps"),
         HTML.but(default=Path("demo.html")),
         *RESULT,
     ),

@@ -62,9 +62,12 @@ class ObjectiveConfig(Section):
 class CorrectionConfig(Section):
     """Correction of the mismatch between engine and learner probabilities (learner/correction.py)."""
 
-    kind: Literal["none", "token-tis", "sequence-tis", "token-mis", "sequence-mis", "geometric-mis"] = "none"
-    """`none` takes ratios against the engine's log-probabilities. The others take them against the learner's, and
-    weight tokens by learner over engine probability, truncated (`tis`) or masked (`mis`)."""
+    kind: Literal["none", "recompute", "token-tis", "sequence-tis", "token-mis", "sequence-mis", "geometric-mis"] = (
+        "none"
+    )
+    """`none` takes ratios against the engine's log-probabilities. The others take them against the learner's.
+    `recompute` stops there, so that equal tokens give equal updates, bit for bit. The others also weight tokens by
+    learner over engine probability, truncated (`tis`) or masked (`mis`)."""
     cap: float = Field(default=2.0, gt=1)
     """Largest weight of the truncated kinds, and of tokens kept by geometric-mis."""
     low: float | None = Field(default=None, gt=0, lt=1)

@@ -118,7 +118,9 @@ def _set(tree: dict[str, Any], override: str) -> None:
         value = text
     *path, leaf = key.split(".")
     for part in path:
-        tree = tree.setdefault(part, {})
+        if tree.get(part) is None:  # absent, or null in a run's config.json
+            tree[part] = {}
+        tree = tree[part]
         if not isinstance(tree, dict):
             raise ValueError(f"override: {key!r} goes through {part!r}, which is a value")
     variants = dict(fields_of(Config)).get(".".join(path), []) if leaf == "kind" else []

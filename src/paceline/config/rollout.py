@@ -39,8 +39,9 @@ class EngineConfig(Section):
     """Recompute the KV cache of running rollouts after a sync. `false` avoids the prefill, but later tokens of these
     rollouts come from neither policy, which adds to the mismatch. Has no effect if `run.max_age` is 0."""
     deterministic: bool = False
-    """Sample each rollout alone, without prefix caching, with a seed derived from `run.seed`, step, prompt and index.
-    A run is then reproducible and several times slower; use it for debugging and tests."""
+    """Sample each rollout alone, without prefix caching, so that no rounding depends on the batch. A run is several
+    times slower; use it for debugging and tests. Rollouts have seeds in any case, which vLLM follows without
+    speculation, with `speculation.verification = "coupled"` and here."""
     deadline_s: Adjustable[float] = Field(default=120, gt=0)
     """Seconds without a new token, despite running requests, after which an engine counts as lost. The timeouts of its
     calls (half as long), of pushes (2.5 times) and of its start (7.5 times) follow from it. Raise it where models load

@@ -32,6 +32,9 @@ class RunConfig(Section):
     checkpoint_every: Adjustable[int] = Field(default=10, ge=0)
     """Steps between checkpoints for `paceline train --resume`. The last two are kept, each about three times the size
     of the policy in float32. 0 disables resume."""
+    keep_rollouts: Adjustable[bool] = False
+    """Keep all rollouts, for `paceline replay` and `paceline report --against`: about 8 bytes a token. By default,
+    checkpoints remove the rollouts before them."""
     sinks: Adjustable[tuple[Literal["console", "wandb", "tensorboard", "mlflow", "prometheus"], ...]] = ("console",)
     """Destinations of metrics besides metrics.jsonl. All but `console` need an extra, as in `pip install
     'paceline[tensorboard]'`."""

@@ -1,1 +1,1 @@
-"""`paceline demo`: one long-tailed batch through plain vLLM and through Paceline, a certificate, a few RL steps."""
+"""`paceline demo`: one long-tailed batch through plain vLLM and through Paceline, their tokens, a few RL steps."""

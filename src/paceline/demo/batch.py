@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -22,17 +22,13 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from paceline.arena.task import problems, solution
-from paceline.certify.lossless import padded
 from paceline.config import SelectorConfig
 from paceline.context import Context
 from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine
-from paceline.types import GroupId, RolloutRequest, Tokens
+from paceline.types import GroupId, RolloutRequest
 
 _OF_SOLUTION = 0.8
 """Length of a request as a share of a solution's length, so that few requests continue beyond their end."""
-
-_FIRST_WORDS = 4
-"""Prompt tokens of the certificate's samples; prefill of whole prompts would take most of the time."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 44
@@ -109,7 +105,7 @@ def _line(timeline: DemoTimeline, longest_s: float) -> str:
 
 
 def long_tailed_batch(model_path: Path, *, num_requests: int, longest: int, seed: int) -> list[RolloutRequest]:
-    """Return arena prompts with fixed response lengths taken from solutions."""
+    """Return seeded requests of arena prompts, with fixed response lengths taken from solutions."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     rng = random.Random(seed)  # noqa: S311  a workload, not a secret
     requests = []
@@ -122,6 +118,7 @@ def long_tailed_batch(model_path: Path, *, num_requests: int, longest: int, seed
                 prompt_ids=np.asarray(tokenizer.encode(problem.prompt), np.int32),
                 max_tokens=max(1, min(longest, int(_OF_SOLUTION * length))),
                 temperature=1.0,
+                seed=number,
             )
         )
     return requests
@@ -143,22 +140,3 @@ def play(
         watch()
     timeline.add(answer.seconds, 0, sum(map(len, answer.token_ids)), timeline.draft_length[-1])
     return answer
-
-
-def said(
-    engine: SteppedEngine,
-    requests: list[RolloutRequest],
-    *,
-    selector: SelectorConfig | None,
-    num_samples: int,
-    tokens: int,
-) -> list[Tokens]:
-    """Return `num_samples` continuations of the first tokens of each prompt: ids_NT by prompt, padded with -1."""
-    repeated = [
-        replace(request, prompt_ids=request.prompt_ids[:_FIRST_WORDS], max_tokens=tokens)
-        for request in requests
-        for _ in range(num_samples)
-    ]
-    batch = engine.run(Order(requests=repeated, selector=selector, name="demo"))
-    firsts = range(0, len(repeated), num_samples)
-    return [padded(batch.token_ids[first : first + num_samples], tokens) for first in firsts]

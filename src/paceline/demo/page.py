@@ -1,4 +1,4 @@
-"""Write the demo's page: two timelines on one axis, the speedup, the certificate, the learning curve."""
+"""Write the demo's page: two timelines on one axis, the speedup, equal tokens, the learning curve."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.certify.lossless import FALSE_POSITIVE_RATE, TwoSample
 from paceline.demo.batch import DemoTimeline
 from paceline.measure import Result
 from paceline.report.plots import BLUE, GRAY, ORANGE, Panel, drawing, new_figure, panel
@@ -17,15 +16,13 @@ from paceline.report.run import learning_panel
 from paceline.report.summary import summary
 
 
-def write_demo_page(
-    path: Path, result: Result, timelines: Sequence[DemoTimeline], test: TwoSample, run_directory: Path | None
-) -> None:
+def write_demo_page(path: Path, result: Result, timelines: Sequence[DemoTimeline], run_directory: Path | None) -> None:
     """Write the page; `run_directory` has the RL steps, if there were any."""
     with drawing():
         panels = [_timelines(timelines, result.figures["speedup"])]
         if run_directory is not None:
             panels.append(learning_panel(read_run(run_directory), summary(run_directory)))
-    write_page(path, "demo.html", result=result, test=test, false_positive_rate=FALSE_POSITIVE_RATE, panels=panels)
+    write_page(path, "demo.html", result=result, panels=panels)
 
 
 def _timelines(timelines: Sequence[DemoTimeline], speedup: float) -> Panel:

@@ -1,8 +1,7 @@
-"""The demo: two timelines, a certificate, a few RL steps, one page.
+"""The demo: two timelines of the same tokens, a few RL steps, one page.
 
-batch ──▶ plain vLLM ──▶ timeline ┐
-  └─────▶ Paceline ────▶ timeline ┴▶ speed-up
-a few prompts, many times, through both engines ──▶ two-sample test ──▶ certificate
+batch ──▶ plain vLLM ──▶ timeline, tokens ┐
+  └─────▶ Paceline ────▶ timeline, tokens ┴▶ speed-up, equal tokens
 arena:small, speculation and idle drafter training ──▶ learning curve
 """
 
@@ -16,18 +15,17 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from paceline.certify.lossless import FALSE_POSITIVE_RATE, two_sample
 from paceline.config import EagleDrafter, EngineConfig, MeasuredSelector, SpeculationConfig, load_config
 from paceline.context import Context
-from paceline.demo.batch import DemoTimeline, long_tailed_batch, play, said, shown
+from paceline.demo.batch import DemoTimeline, long_tailed_batch, play, shown
 from paceline.demo.page import write_demo_page
 from paceline.devices import fast_precision
 from paceline.measure import Result, environment
 from paceline.report.summary import summary
-from paceline.rollout.stepped import Order, SteppedEngine
+from paceline.rollout.stepped import Order, SteppedBatch, SteppedEngine
 from paceline.sessions import train as session
 from paceline.sessions.workloads import resolve_drafter, resolve_policy
-from paceline.types import RolloutRequest, Tokens
+from paceline.types import RolloutRequest
 
 _MAX_DRAFT_LENGTH = 7
 _MOST_REQUESTS = 64
@@ -40,17 +38,13 @@ class Size:
     model: str = "arena:large"
     num_requests: int
     longest: int
-    num_prompts: int
-    samples_per_prompt: int
-    tokens: int
-    """Length of the certificate's answers."""
     rl_steps: int
     """RL steps; 0 skips training, which takes a minute to start."""
     max_seconds: float
 
 
-FULL = Size(num_requests=12, longest=280, num_prompts=4, samples_per_prompt=32, tokens=6, rl_steps=3, max_seconds=300.0)
-QUICK = Size(num_requests=8, longest=100, num_prompts=4, samples_per_prompt=16, tokens=4, rl_steps=0, max_seconds=120.0)
+FULL = Size(num_requests=12, longest=280, rl_steps=3, max_seconds=300.0)
+QUICK = Size(num_requests=8, longest=100, rl_steps=0, max_seconds=120.0)
 
 
 def run(
@@ -60,11 +54,10 @@ def run(
     model_path = resolve_policy(size.model, context)
     drafter = resolve_drafter(f"{size.model}/eagle3", context)
     requests = long_tailed_batch(model_path, num_requests=size.num_requests, longest=size.longest, seed=seed)
-    timelines, answers, drafted = _compare(model_path, drafter, requests, size, seed, context)
+    timelines, batches = _compare(model_path, drafter, requests, size.model, seed, context)
     plain, ours = timelines
-    context.progress("certificate: two-sample test")
-    test = two_sample(*answers, seed=seed)
-    certified = test.p_value >= FALSE_POSITIVE_RATE and drafted > 0
+    num_equal = sum(one == other for one, other in zip(*(batch.token_ids for batch in batches), strict=True))
+    context.progress(f"same tokens with and without speculation: {num_equal} of {len(requests)} rollouts")
     config = load_config(
         config_file,
         [
@@ -79,8 +72,8 @@ def run(
     figures = {
         "seconds": time.monotonic() - began_s,
         "speedup": plain.seconds / ours.seconds,
-        "certified": float(certified),
-        "two_sample_p": test.p_value,
+        "equal_rollouts": num_equal / len(requests),
+        "accepted_tokens": float(sum(step.num_accepted for step in batches[1].steps)),
     }
     if directory is not None:
         learned = summary(directory)
@@ -92,28 +85,34 @@ def run(
         name="demo",
         figures=figures,
         spread=dict.fromkeys(figures, 0.0) | spread,
-        goals={"seconds": ("<=", size.max_seconds), "speedup": (">=", 1.5), "certified": (">=", 1.0)},
+        goals={
+            "seconds": ("<=", size.max_seconds),
+            "speedup": (">=", 1.5),
+            "equal_rollouts": (">=", 0.9),  # in bfloat16 a tie between two tokens may fall the other way
+            "accepted_tokens": (">=", 1.0),
+        },
         environment=environment(seeds=[seed], config=config.model_dump(mode="json")),
-        details={"size": asdict(size), "two_sample": asdict(test), "timelines": [asdict(line) for line in timelines]},
+        details={"size": asdict(size), "timelines": [asdict(line) for line in timelines]},
     )
-    write_demo_page(page, result, timelines, test, directory)
+    write_demo_page(page, result, timelines, directory)
     return result
 
 
 def _compare(
-    model_path: Path, drafter: Path, requests: list[RolloutRequest], size: Size, seed: int, context: Context
-) -> tuple[list[DemoTimeline], list[list[Tokens]], int]:
-    """Return timelines and certificate answers of plain vLLM and Paceline, and the number of drafted tokens."""
+    model_path: Path, drafter: Path, requests: list[RolloutRequest], model: str, seed: int, context: Context
+) -> tuple[list[DemoTimeline], list[SteppedBatch]]:
+    """Return timelines and batches of plain vLLM and Paceline."""
     config = EngineConfig(dtype=fast_precision(), max_model_len=768, max_num_seqs=_MOST_REQUESTS, kv_cache_gb=1.0)
     # Two engines share the GPU.
     config = config.model_copy(update={"gpu_memory_utilization": config.gpu_memory_utilization / 2})
-    speculation = SpeculationConfig(drafter=EagleDrafter(path=str(drafter)), max_draft_length=_MAX_DRAFT_LENGTH)
+    speculation = SpeculationConfig(
+        drafter=EagleDrafter(path=str(drafter)), max_draft_length=_MAX_DRAFT_LENGTH, verification="coupled"
+    )
     timelines = [DemoTimeline(name=name, num_requests=len(requests)) for name in ("plain vLLM", "Paceline")]
     selectors = (None, MeasuredSelector())
     warm_up = [replace(request, max_tokens=_WARM_UP) for request in requests]
-    answers: list[list[Tokens]] = []
-    drafted = 0
-    context.progress(f"starting two engines on {size.model}, with speculation and without")
+    batches: list[SteppedBatch] = []
+    context.progress(f"starting two engines on {model}, with speculation and without")
     with ExitStack() as stack:
         # Start both at once, since a start uses one core; then each runs alone on all cores.
         engines = [
@@ -127,17 +126,5 @@ def _compare(
             engine.run(Order(requests=warm_up, selector=selector, name="demo", to_the_end=True))
         for engine, selector, timeline in zip(engines, selectors, timelines, strict=True):
             with shown([line for line in timelines if line is timeline or line.at_s], context) as watch:
-                batch = play(engine, requests, timeline, selector=selector, watch=watch)
-            drafted += sum(step.verified * step.num_requests for step in batch.steps)
-        for engine, selector, timeline in zip(engines, selectors, timelines, strict=True):
-            context.progress(f"certificate: {timeline.name} answers {size.num_prompts} prompts")
-            answers.append(
-                said(
-                    engine,
-                    requests[: size.num_prompts],
-                    selector=selector,
-                    num_samples=size.samples_per_prompt,
-                    tokens=size.tokens,
-                )
-            )
-    return timelines, answers, drafted
+                batches.append(play(engine, requests, timeline, selector=selector, watch=watch))
+    return timelines, batches

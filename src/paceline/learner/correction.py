@@ -8,6 +8,7 @@ and the loss of the token is multiplied by a constant weight computed from
 
 The presets, with cap C and band [low, high]:
 
+    recompute        1                                         no correction: the update depends on tokens only
     token-tis        min(rho_t, C)                             truncated: slightly biased, variance bounded by C
     sequence-tis     min(prod_t rho_t, C) for every token      unbiased for the rollout, variance grows with length
     token-mis        rho_t inside the band, 0 outside          masks outlier tokens (IcePop)
@@ -108,7 +109,7 @@ def weights(ratios: Ratios, config: CorrectionConfig) -> Doubles:
     geometric_N = np.exp(sum_R / np.maximum(1, lengths_R))[rollout_N]
     low, high = config.band
     match config.kind:
-        case "none":
+        case "none" | "recompute":
             weight_N = np.ones_like(token_N)
         case "token-tis":
             weight_N = np.minimum(token_N, config.cap)

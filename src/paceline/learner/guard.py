@@ -243,7 +243,7 @@ def _remember(state: GuardState, logs: Sequence[float]) -> GuardState:
 
 def least_correction(configured: CorrectionConfig, level: Level) -> CorrectionConfig:
     """Return the configured correction, or the level's correction if that is stronger."""
-    if level == Level.CORRECT and configured.kind == "none":
+    if level == Level.CORRECT and configured.kind in ("none", "recompute"):
         return configured.model_copy(update={"kind": "token-tis"})
     if level >= Level.MASK and not configured.kind.endswith("-mis"):
         return configured.model_copy(update={"kind": "token-mis"})

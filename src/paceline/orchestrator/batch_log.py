@@ -17,7 +17,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,33 +188,49 @@ class BatchLog:
         return save(tensors, metadata)
 
     def _group(self, content: bytes, prompt: Prompt) -> Group | None:
-        try:
-            tensors = load(content)
-            # The first 8 bytes are the length of the header.
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        except (SafetensorError, ValueError):  # written by another version
+        if (logged := _decoded(content, began_s=self._began_s)) is None:
             self.num_broken += 1
             return None
-        metadata: Mapping[str, str] = header["__metadata__"]
-        if metadata["prompt"] != prompt.id or not np.array_equal(tensors["prompt_ids"], prompt.token_ids):
+        if logged.prompt.id != prompt.id or not np.array_equal(logged.prompt.token_ids, prompt.token_ids):
             raise ValueError(
-                f"data: got prompt {prompt.id!r} where the log of this run has {metadata['prompt']!r} or other tokens; "
+                f"data: got prompt {prompt.id!r} where the log of this run has {logged.prompt.id!r} or other tokens; "
                 "must be the data that it began with because logged rollouts belong to its prompts"
             )
-        ends = np.cumsum(tensors["lengths"])[:-1]
-        tokens, logp = np.split(tensors["token_ids"], ends), np.split(tensors["logp"], ends)
-        columns: dict[str, list[Any]] = json.loads(metadata["rollouts"])
-        columns |= {name: [time_s + self._began_s for time_s in columns[name]] for name in _TIMES}
-        columns["version_spans"] = [
-            tuple((version, num) for version, num in spans) for spans in columns["version_spans"]
-        ]
-        columns |= {"token_ids": tokens, "logp": logp}
-        group_id = GroupId.parse(metadata["group_id"])
-        rollouts = [
-            Rollout(group_id=group_id, prompt_ids=prompt.token_ids, **dict(zip(columns, row, strict=True)))
-            for row in zip(*columns.values(), strict=True)
-        ]
-        return Group(group_id=group_id, prompt=prompt, rollouts=tuple(rollouts))
+        return replace(logged, prompt=prompt)
+
+
+def read_group(directory: Path, position: int) -> Group | None:
+    """Return a group from the log of a run, which may be going. Its prompt has neither text nor row."""
+    name = _group_file(position)
+    try:
+        content = (directory / name).read_bytes()
+    except FileNotFoundError:
+        return None
+    return _decoded(content) if read_checksums(directory).get(name) == sha256_of([content]) else None
+
+
+def _decoded(content: bytes, *, began_s: float = 0.0) -> Group | None:
+    """Return a group with the logged part of its prompt; None if another version wrote it."""
+    try:
+        tensors = load(content)
+        # The first 8 bytes are the length of the header.
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    except (SafetensorError, ValueError):
+        return None
+    metadata: Mapping[str, str] = header["__metadata__"]
+    prompt = Prompt(id=metadata["prompt"], text="", token_ids=tensors["prompt_ids"], row={})
+    ends = np.cumsum(tensors["lengths"])[:-1]
+    tokens, logp = np.split(tensors["token_ids"], ends), np.split(tensors["logp"], ends)
+    columns: dict[str, list[Any]] = json.loads(metadata["rollouts"])
+    columns |= {name: [time_s + began_s for time_s in columns[name]] for name in _TIMES}
+    columns["version_spans"] = [tuple((version, num) for version, num in spans) for spans in columns["version_spans"]]
+    columns |= {"token_ids": tokens, "logp": logp}
+    group_id = GroupId.parse(metadata["group_id"])
+    rollouts = [
+        Rollout(group_id=group_id, prompt_ids=prompt.token_ids, **dict(zip(columns, row, strict=True)))
+        for row in zip(*columns.values(), strict=True)
+    ]
+    return Group(group_id=group_id, prompt=prompt, rollouts=tuple(rollouts))
 
 
 def _group_file(position: int) -> str:

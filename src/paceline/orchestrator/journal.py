@@ -108,6 +108,7 @@ class Journal:
             "start_s": start_s,
             "end_s": end_s,
             "length": lengths,
+            "tokens": [sha256_of([rollout.token_ids.data])[:16] for rollout in rollouts],
             "reward": flat,
         }
         sha256 = _checksum(rollouts, flat)

@@ -34,6 +34,7 @@ class Recovery:
         """Find the newest checkpoint of an earlier driver. No other driver may be alive."""
         self._directory = directory if config.run.checkpoint_every else None
         self._every = config.run.checkpoint_every
+        self._keeps_all = config.run.keep_rollouts
         self._facts = {"config": config.fixed(), "versions": installed(["paceline", "torch", "vllm"])}
         self._log: BatchLog | None = None
         self.taken: Mapping[int, Taken] = {}
@@ -184,6 +185,8 @@ class Recovery:
     def _forget_covered(self) -> None:
         """Remove groups and steps that the oldest checkpoint covers from the log."""
         assert self._store is not None and self._log is not None
+        if self._keeps_all:
+            return
         oldest = min(self._store.steps())
         if oldest in self._covered:  # else an earlier driver wrote it, and the next checkpoint replaces it
             self._covered = {step: state for step, state in self._covered.items() if step >= oldest}

@@ -51,15 +51,11 @@ def trained(run: RecordedRun) -> bool:
 
 
 def drafter_panels(run: RecordedRun, *, step: int | None = None, against: RecordedRun | None = None) -> list[Panel]:
-    """Return no panels for runs that did not train a drafter, unless a comparison is requested."""
-    named = {} if against is None else {"run": run, "against": against}
-    for name, compared in named.items():
-        if not np.isfinite(_alpha(compared)).any():
-            raise ValueError(
-                f"{name}: got {compared.name}, which has no accepted length; must be a run with speculation"
-            )
+    """Return no panels for runs that did not train a drafter, unless it is compared with a run that speculates too."""
+    if against is not None and not np.isfinite(_alpha(against)).any():
+        against = None
     panels: list[Panel] = []
-    if against is not None or (trained(run) and np.isfinite(_alpha(run)).any()):
+    if (against is not None or trained(run)) and np.isfinite(_alpha(run)).any():
         panels.append(_acceptance_panel(run, against))
     if trained(run) and run.places:
         panels.append(_places_panel(window_of(run.places, step)))

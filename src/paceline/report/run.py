@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.report.draft_length import draft_length_panels
 from paceline.report.drafter import drafter_panels, drafter_rows
+from paceline.report.equality import compare_tokens, equality_panel
 from paceline.report.mismatch import mismatch_panels, scale_panels
 from paceline.report.plots import (
     BLUE,
@@ -64,14 +65,16 @@ _STAGES = {
 
 
 def write_report(run_dir: Path, *, step: int | None = None, against: Path | None = None) -> Path:
-    """Write run_dir/report.html. Timelines show `step`, by default a step of median duration; accepted length is
-    compared with the run `against`."""
+    """Write run_dir/report.html. Timelines show `step`, by default a step of median duration; tokens, rewards
+    and accepted length are compared with the run `against`."""
     with drawing():
         run = read_run(run_dir)
         other = None if against is None else read_run(against)
         figures = summary(run)
         chosen = _choose_step(run, step)
         panels = [learning_panel(run, figures), _stages_panel(run, figures)]
+        if against is not None and other is not None and (found := compare_tokens(run_dir, against)).num_rollouts:
+            panels.insert(0, equality_panel(run, other, found))
         if chosen is not None:
             remark = " This is the step of median generation time." if step is None else ""
             panels += [_lengths_panel(run), _timeline_panel(run, chosen, remark)]

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import workload
 from benchmarks.harness import Record
-from benchmarks.rollout import accepted_length, best_table, ratios, speedup_by_batch
+from benchmarks.rollout import accepted_length, best_table, equal_rollouts, ratios, speedup_by_batch
 from benchmarks.workload import asked_for, give_group_lengths
 from contexts import make_context
 from paceline.config import EngineConfig
@@ -84,6 +84,12 @@ def test_groups_keep_the_lengths_of_the_policy_on_prompts_with_longer_answers():
     assert [request.max_tokens for request in found] == [60, 20, 500, 300]
     assert [(request.group_id.number, request.index) for request in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [int(request.prompt_ids[0]) for request in found] == [4, 4, 6, 6], "75 % of 90 is near 60, of 600 near 500"
+
+
+def test_a_rollout_counts_as_equal_if_it_is_in_all_arms():
+    arms = {"plain": [[1, 2], [3], [4]], "selector": [[1, 2], [3], [5]], "hindsight": [[1, 2], [9], [4]]}
+    group = {name: replace(batch(1), token_ids=tokens) for name, tokens in arms.items()}
+    assert equal_rollouts(group) == pytest.approx(1 / 3)
 
 
 def test_accepted_length_counts_the_bonus_token():

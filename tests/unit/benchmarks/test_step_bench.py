@@ -13,13 +13,14 @@ from paceline.report.recorded import RecordedRun, read_run
 from paceline.types import PacelineError
 
 
-def stepped(step_s: float, generation_s: float, num_tokens: float = 100.0) -> SteppedRun:
+def stepped(step_s: float, generation_s: float, num_tokens: float = 100.0, first_tokens: str = "ab") -> SteppedRun:
     return SteppedRun(
         step_s=step_s,
         generation_s=generation_s,
         learner_s=1.0,
         sync_s=0.1,
         num_tokens=num_tokens,
+        first_tokens=list(first_tokens),
     )
 
 
@@ -60,7 +61,7 @@ def test_speedups_are_of_runs_of_one_seed():
     """A machine that slows down for one seed slows all its arms; arms of different seeds would be compared else."""
     runs = {
         "plain": [stepped(10, 8), stepped(30, 24), stepped(100, 80)],
-        "sync": [stepped(6, 4, 90), stepped(18, 12, 90), stepped(60, 40, 90)],
+        "sync": [stepped(6, 4, 90, "ac"), stepped(18, 12, 90), stepped(60, 40, 90, "xb")],
         "stream": [stepped(5, 1), stepped(10, 1), stepped(50, 1)],
     }
     record = Record()
@@ -70,6 +71,7 @@ def test_speedups_are_of_runs_of_one_seed():
     assert figures["step_speedup_stream"] == pytest.approx(2) and spread["step_speedup_stream"] == pytest.approx(1)
     assert figures["generation_share"] == pytest.approx(0.8) and figures["generation_speedup"] == pytest.approx(2)
     assert figures["of_amdahl"] == pytest.approx(1), "nothing but generation became faster, and nothing slower"
+    assert figures["equal_rollouts"] == pytest.approx(0.5), "a median over the seeds"
     assert figures["tokens_sync"] == pytest.approx(0.9) and figures["step_s_plain"] == 30
 
 

@@ -95,6 +95,7 @@ def test_truncated_weights_undo_the_gap_up_to_the_cap() -> None:
     ("kind", "expected"),
     [
         ("none", [1, 1, 1, 1, 1]),
+        ("recompute", [1, 1, 1, 1, 1]),
         ("token-tis", [2, 0.5, 1.5, 1, 1]),
         ("sequence-tis", [2, 2, 2, 1, 1]),
         ("token-mis", [0, 0.5, 1.5, 1, 1]),

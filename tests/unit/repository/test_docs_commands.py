@@ -18,6 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted((
 RUN_BY = {
     "train": "e2e/test_cluster.py",
     "report": "unit/report/test_drafter_report.py",
+    "replay": "e2e/test_resume.py",
     "plan": "unit/cli/test_cli.py",
     "doctor": "engine/test_doctor.py",
     "demo": "engine/test_commands.py",
