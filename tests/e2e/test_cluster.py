@@ -136,6 +136,25 @@ async def stream_on(cluster, metrics) -> None:
     assert max(step["guard/level"] for step in steps) <= 1
 
 
+def check_recovery(records) -> None:
+    """One engine healed before step 2, one learner in step 3."""
+    (back,) = [event for event in records["event"] if event["what"] == "engine_healed"]
+    assert back["engine"] == "engine-0#2"
+    assert [record["metrics"]["fleet/engines"] for record in records["step"]] == [1, 2, 2]
+    assert [record["metrics"]["engine/lost"] for record in records["step"]] == [1, 0, 0]
+    assert [record["metrics"]["engine/restarted"] for record in records["step"]] == [0, 1, 0]
+    last = records["rollouts"][-1]
+    assert {last["engines"][index] for index in last["engine"]} == {"engine-0#2", "engine-1"}
+    assert [event["calls_repeated"] for event in records["event"] if event["what"] == "learner_healed"] == [2]
+    assert [record["metrics"]["learner/restarted"] for record in records["step"]] == [0, 0, 1]
+    by_engine = records["mismatch"][-1]["engines"]
+    assert by_engine["engine-0#2"] < 1e-2, "it samples from another policy than the learner has"
+    assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3]
+    # A policy that did not arrive would show here: every update moves log-probabilities by far more.
+    assert all(record["metrics"]["mismatch/k3"] < 1e-2 for record in records["step"])
+    assert all(record["metrics"]["rollout/num_drafted"] > 0 for record in records["step"])
+
+
 @pytest.mark.parametrize(("transport", "killed"), [("shared_memory", "actor"), ("distributed", "EngineCore")])
 def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(
     tmp_path, monkeypatch, plain_tokens, transport, killed
@@ -208,21 +227,7 @@ def test_killed_engine_and_learner_cost_no_group_and_no_process_and_come_back(
     assert lost["engine"] == "engine-0"
     assert lost["redispatched"] > 0
     assert first == plain_tokens
-    (back,) = [event for event in records["event"] if event["what"] == "engine_healed"]
-    assert back["engine"] == "engine-0#2"
-    assert [record["metrics"]["fleet/engines"] for record in records["step"]] == [1, 2, 2]
-    assert [record["metrics"]["engine/lost"] for record in records["step"]] == [1, 0, 0]
-    assert [record["metrics"]["engine/restarted"] for record in records["step"]] == [0, 1, 0]
-    last = records["rollouts"][-1]
-    assert {last["engines"][index] for index in last["engine"]} == {"engine-0#2", "engine-1"}
-    assert [event["calls_repeated"] for event in records["event"] if event["what"] == "learner_healed"] == [2]
-    assert [record["metrics"]["learner/restarted"] for record in records["step"]] == [0, 0, 1]
-    by_engine = records["mismatch"][-1]["engines"]
-    assert by_engine["engine-0#2"] < 1e-2, "it samples from another policy than the learner has"
-    assert [record["metrics"]["sync/version"] for record in records["step"]] == [1, 2, 3]
-    # A policy that did not arrive would show here: every update moves log-probabilities by far more.
-    assert all(record["metrics"]["mismatch/k3"] < 1e-2 for record in records["step"])
-    assert all(record["metrics"]["rollout/num_drafted"] > 0 for record in records["step"])
+    check_recovery(records)
     assert (tmp_path / "policy" / "step-3" / "model.safetensors").is_file()
     assert undocumented(records["step"][-1]["metrics"]) == []
 
