@@ -1,7 +1,8 @@
 """`paceline certify` with a planted fault, or on vLLM's V2 model runner without a GPU.
 
 `--plant FAULT` must give NOT LOSSLESS. `--runner v2` runs the V2 model runner, which GPUs use, on the CPU
-(v2_runner.py), and plants sampler faults inside the engine too. The default is arena:tiny with EAGLE-3: 20 minutes.
+(v2_runner.py). The default is arena:tiny with EAGLE-3: 20 minutes. Sampler faults are planted in the running engine
+too.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _INTERPRETED = ("rollout.engine.max_num_seqs=32", "rollout.engine.deadline_s=120
 
 def run(options: argparse.Namespace, context: Context) -> int:
     if options.runner is None:
-        return certify_lossless(options, context, fault=_fault(options.plant, in_engine=False))
+        return certify_lossless(options, context, fault=_fault(options.plant))
     if not options.subject:
         options.subject = ["arena:tiny"]
         options.drafter = options.drafter or "eagle3"
     options.subject = [*_INTERPRETED, *options.subject]
     with v2_runner(os.environ, async_scheduling=True):
-        fault = _fault(options.plant, in_engine=True)
+        fault = _fault(options.plant)
         return certify_lossless(options, context, fault=fault, effort=interpreted(quick=options.quick))
 
 
@@ -51,14 +52,23 @@ def interpreted(*, quick: bool = False) -> Effort:
         tokens=8,
         long_rollouts=16,
         long_tokens=16,
+        exact_length=64,
         max_seconds=1200.0,
     )
-    less = replace(effort, sampler_rows=150, num_prompts=2, samples_per_prompt=16, long_rollouts=3, conclusive=False)
+    less = replace(
+        effort,
+        sampler_rows=150,
+        num_prompts=2,
+        samples_per_prompt=16,
+        long_rollouts=3,
+        exact_tokens=1000,
+        conclusive=False,
+    )
     return less if quick else effort
 
 
-def _fault(name: str | None, *, in_engine: bool) -> Fault | None:
-    from benchmarks.planted import SAMPLER_FAULTS, V2SamplerFault, plant
+def _fault(name: str | None) -> Fault | None:
+    from benchmarks.planted import COUPLED_FAULTS, SAMPLER_FAULTS, RunningSamplerFault, plant
     from paceline.certify.subject import Fault
 
     if name is None:
@@ -68,9 +78,9 @@ def _fault(name: str | None, *, in_engine: bool) -> Fault | None:
     } | {
         fault: Fault(
             name=fault,
-            about=about + ("; in the running engine too, where it is larger" if in_engine else ""),
+            about=f"{about}, in the running engine too, where it is larger; with coupling {COUPLED_FAULTS[fault]}",
             sampler=partial(plant, fault=fault),
-            engine=V2SamplerFault(fault) if in_engine else None,
+            engine=RunningSamplerFault(fault),
         )
         for fault, about in SAMPLER_FAULTS.items()
     }

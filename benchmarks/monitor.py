@@ -27,7 +27,7 @@ import torch
 from numba import njit, prange
 
 from benchmarks.harness import Record
-from benchmarks.planted import SAMPLER_FAULTS, faulty_v1
+from benchmarks.planted import SAMPLER_FAULTS, SMALL_SHARE, faulty_v1
 from benchmarks.workload import arena_requests
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.context import Context
@@ -151,7 +151,7 @@ def _peaks(num_runs, num_tokens, factors_PXTE, threshold_PX, other_PX, seed):  #
 def faults() -> dict[str, Callable[[int], float]]:
     """Return for each fault a function of a seed that counts examined tokens until the alarm."""
     inside: dict[str, Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]] = {
-        fault: partial(faulty_v1, fault=fault) for fault in SAMPLER_FAULTS
+        fault: partial(faulty_v1, fault=fault, share=SMALL_SHARE) for fault in SAMPLER_FAULTS
     }
     lossy = {"synthetic": _lenient(_synthetic), "fly": _lenient(_fly)}
     found = {name: partial(tokens_to_alarm, plant) for name, plant in {**inside, **lossy}.items()}

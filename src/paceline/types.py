@@ -115,6 +115,8 @@ class RolloutRequest:
     seed: int | None = None
     """Seed of the tokens, for engines whose noise is keyed by seed and position: those without speculation or with
     coupled verification. None draws at random."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of tokens before temperature, to find out how close a draw was."""
 
     @classmethod
     def of(cls, prompt: Prompt, number: int, *, max_tokens: int, temperature: float, index: int = 0) -> RolloutRequest:

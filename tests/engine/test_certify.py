@@ -12,7 +12,7 @@ import pytest
 import vllm.plugins
 from vllm.v1.sample import rejection_sampler as vllm_sampler
 
-from benchmarks.planted import SamplerFault, plant
+from benchmarks.planted import RunningSamplerFault, SamplerFault, plant
 from contexts import make_context
 from paceline.certify.engines import certify
 from paceline.certify.lossless import DEVIATIONS, Sampler, SamplerCell, examine
@@ -22,6 +22,7 @@ from paceline.config import Config
 from paceline.rollout.internals import rejection_sampler as sampler
 from paceline.rollout.internals import sampler_fix
 from paceline.types import Prompt
+from random_policy import make_drafter
 
 STOCK = vllm_sampler.expand_batch_to_tokens
 """As vLLM brings it: modules are imported before any test runs, and the first engine of this process mends it."""
@@ -108,3 +109,35 @@ def test_shifted_log_probabilities_are_found(policy_path: Path, mended: None) ->
     fault = Fault(name="logp-shift", about="log-probabilities are shifted by one token", shifts_logp=True)
     result = certify(policy_path, prompts(), config(), context=make_context(), effort=EFFORT, fault=fault)
     assert {"logp_max_abs_accepted", "logp_max_abs_recovered"} <= set(result.details["failed"])
+
+
+def coupled(drafter: Path) -> Config:
+    speculation = {
+        "drafter": {"kind": "eagle3", "path": str(drafter)},
+        "max_draft_length": 2,
+        "verification": "coupled",
+    }
+    return Config.model_validate(config().model_dump(mode="json") | {"speculation": speculation})
+
+
+@pytest.fixture(scope="module")
+def drafter_path(policy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_drafter(policy_path, tmp_path_factory.mktemp("drafter") / "eagle3")
+
+
+def test_coupled_engine_generates_the_tokens_of_plain_decoding(policy_path: Path, drafter_path: Path) -> None:
+    """In bfloat16, where rounding depends on the batch: ties are no errors. Preemptions change no token."""
+    effort = replace(EFFORT, exact_tokens=1500, exact_length=48, conclusive=True)
+    result = certify(policy_path, prompts(), coupled(drafter_path), context=make_context(), effort=effort)
+    assert result.details["verdict"] == "LOSSLESS", (result.figures, result.details["missing"])
+    assert result.figures["tokens"] >= 1500 and result.figures["differences"] == 0
+    assert result.figures["preemptions"] > 0 and result.figures["drafted_tokens"] > 1000
+
+
+def test_fault_in_a_running_coupled_engine_is_found(policy_path: Path, drafter_path: Path) -> None:
+    fault = Fault(name="accept", about="rejected drafts are accepted", engine=RunningSamplerFault("accept"))
+    effort = replace(EFFORT, exact_tokens=300, exact_length=24)
+    result = certify(policy_path, prompts(), coupled(drafter_path), context=make_context(), effort=effort, fault=fault)
+    assert "differences" in result.details["failed"]
+    (first, *_) = result.details["differences"]
+    assert first["token"] != first["plain_token"] and first["gap"] > result.figures["noise_floor"]

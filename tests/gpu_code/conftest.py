@@ -22,7 +22,7 @@ try:
 except RuntimeError as error:
     _too_late = str(error)
 
-from benchmarks.planted import V2SamplerFault  # noqa: E402
+from benchmarks.planted import RunningSamplerFault  # noqa: E402
 from driven_engine import DrivenEngine, started  # noqa: E402  imports Triton
 from paceline.config import SpeculationConfig  # noqa: E402
 from paceline.rollout import speculation as engine_speculation  # noqa: E402
@@ -101,7 +101,7 @@ def eagle(policy_path: Path, drafter_path: Path) -> Iterator[DrivenEngine]:
     )
 
     def adjust(args: AsyncEngineArgs) -> None:
-        V2SamplerFault("accept").adjust(args)
+        RunningSamplerFault("accept").adjust(args)
         args.scheduler_cls = "exploring_scheduler.AdaptiveScheduler"
 
     yield from started(policy_path, speculation, async_scheduling=True, adjust=adjust)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.planted import SamplerFault, V2SamplerFault
+from benchmarks.planted import RunningSamplerFault, SamplerFault
 from driven_engine import DrivenEngine, furthest, reference
 from paceline.certify.lossless import surprise, two_sample
 from paceline.drafters.rounds import drafter_weights
@@ -69,7 +69,7 @@ def test_changing_draft_lengths_leave_the_distribution_as_it_is(eagle: DrivenEng
 def test_fault_planted_in_the_running_sampler_is_found(eagle: DrivenEngine, fault: SamplerFault) -> None:
     """The sampler by itself may be right while the runner hands it the wrong tensors: what an engine says must be
     enough to find that. The z-score of the test above, which the engine passes as it comes."""
-    eagle.run(V2SamplerFault(fault).plant(eagle.engine))
+    eagle.run(RunningSamplerFault(fault).plant(eagle.engine))
     try:
         rollouts = eagle.sample([PROMPT] * NUM_ROLLOUTS, max_tokens=MAX_TOKENS)
     finally:

@@ -21,6 +21,9 @@ _MEANING = {
     "logp_max_abs_accepted": "log-probabilities of accepted tokens against the learner's, largest difference (FP32)",
     "logp_max_abs_recovered": "the same for tokens drawn after a rejection",
     "logp_max_abs_bonus": "the same for bonus tokens",
+    "tokens": "tokens compared with and without speculation",
+    "differences": "tokens that differ by more than rounding",
+    "noise_floor": "log-probabilities with speculation against without, largest difference of an equal token",
     "seconds": "duration in seconds",
 }
 

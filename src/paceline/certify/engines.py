@@ -5,6 +5,8 @@
     greedy        the same two in FP32 at temperature 0                            equal tokens
     learner       samples of the FP32 engine, scored by the learner                log-probabilities by class, surprise
 
+With coupled verification one part suffices: `exact.py` compares tokens.
+
 vLLM has two model runners with different samplers: V2 on GPUs, V1 on CPUs and for features that V2 lacks. Certify tests
 the sampler of the runner that vLLM uses for the user's engine."""
 
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 
+from paceline.certify.exact import exact_part
 from paceline.certify.fp32 import learner_part
 from paceline.certify.lossless import (
     DEVIATIONS,
@@ -60,6 +63,12 @@ def certify(
 ) -> Result:
     """Run all parts, or with a planted `fault` the parts that it affects."""
     effort = effort or Effort()
+    is_coupled = config.speculation is not None and config.speculation.verification == "coupled"
+    if without_shim and is_coupled:
+        raise ValueError(
+            "without_shim: got True with speculation.verification 'coupled'; must be False because coupling replaces "
+            "the sampler that the shim mends"
+        )
     if without_shim:
         leave_sampler_stock()  # before vLLM makes its config, which loads plugins into this process
     runner = planned_runner(engine_args(model_path, config.rollout.engine, seed, config.speculation))
@@ -77,18 +86,26 @@ def certify(
     refuse_lossy(_vllm_settings(subject))
     found = Findings()
     began_s = time.monotonic()
-    if fault is None or fault.sampler is not None:
-        _sampler_part(found, subject, effort, context)
-    if fault is None or fault.engine is not None:
-        _engine_part(found, subject, effort, context)
-    if fault is None or fault.engine is not None or fault.shifts_logp:
-        learner_part(found, subject, effort, context, shift_logp=fault is not None and fault.shifts_logp)
+    if is_coupled:
+        exact_part(found, subject, effort, context)
+    else:
+        _statistical_parts(found, subject, effort, context)
     if runner == "v2" and on_cpu():
         found.notes.append("V2's kernels ran on the CPU, under Triton's interpreter; a GPU runs them compiled")
     if not effort.conclusive:
         found.missing.append("--quick samples so little that only gross faults show; without it the verdict counts")
     found.add("seconds", time.monotonic() - began_s, ("<=", effort.max_seconds) if fault is None else None)
     return _result(found, subject, effort)
+
+
+def _statistical_parts(found: Findings, subject: Subject, effort: Effort, context: Context) -> None:
+    fault = subject.fault
+    if fault is None or fault.sampler is not None:
+        _sampler_part(found, subject, effort, context)
+    if fault is None or fault.engine is not None:
+        _engine_part(found, subject, effort, context)
+    if fault is None or fault.engine is not None or fault.shifts_logp:
+        learner_part(found, subject, effort, context, shift_logp=fault is not None and fault.shifts_logp)
 
 
 def _vllm_settings(subject: Subject) -> Mapping[str, Any]:
@@ -209,6 +226,7 @@ def _result(found: Findings, subject: Subject, effort: Effort) -> Result:
         "fault_about": None if fault is None else fault.about,
         "runner": subject.runner,
         "sampler": SAMPLERS[subject.runner].SAMPLER,
+        "verification": subject.speculation.verification,
         "without_shim": subject.without_shim,
         "speculative_config": dict(_vllm_settings(subject)),
         "false_positive_rate": FALSE_POSITIVE_RATE,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +40,9 @@ class Effort:
     long_rollouts: int = 48
     long_tokens: int = 128
     """Greedy rollouts, and rollouts that the learner scores."""
+    exact_tokens: int = 20_000
+    """Fewest tokens to compare, with coupled verification."""
+    exact_length: int = 128
     max_seconds: float = 300.0
     conclusive: bool = True
     """True if it suffices for the verdict LOSSLESS."""
@@ -51,6 +55,8 @@ QUICK = Effort(
     tokens=16,
     long_rollouts=12,
     long_tokens=64,
+    exact_tokens=2000,
+    exact_length=64,
     conclusive=False,
 )
 """Enough to run every part."""
@@ -122,38 +128,58 @@ async def generate(
     subject: Subject, config: EngineConfig, requests: Sequence[RolloutRequest], *, speculate: bool, seed: int
 ) -> tuple[list[Rollout], dict[RolloutId, list[tuple[int, int]]]]:
     """Rollouts in order of their key, each with drafted and emitted tokens per step."""
-    engine_fault = None if subject.fault is None else subject.fault.engine
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory, "steps.jsonl")
 
         def adjust(args: Any) -> None:  # vLLM's AsyncEngineArgs
-            own_settings(args.additional_config)["trace"] = str(trace)  # the scheduler writes a line for every step
-            if engine_fault is not None:
-                engine_fault.adjust(args)
-
-        engine = await VllmEngine.start(
-            "with" if speculate else "without",
-            subject.model_path,
-            config,
-            seed=seed,
-            cpus=sorted(os.sched_getaffinity(0)),
-            speculation=_speculation(subject, config) if speculate else None,
-            adjust=adjust if speculate else None,
-            stock_sampler=subject.without_shim and speculate,
-        )
-        try:
             if speculate:
-                await _check_runner(subject, engine)
-                if engine_fault is not None:
-                    await engine_fault.plant(engine)
-            rollouts: list[Rollout] = []
+                own_settings(args.additional_config)["trace"] = str(trace)  # the scheduler writes a line for every step
+
+        speculation = subject.speculation if speculate else None
+        rollouts: list[Rollout] = []
+        async with running(subject, config, speculation, seed=seed, adjust=adjust) as engine:
             # Greedy requests come last, so that a drafter that learns from rollouts has drafts for them.
             for part in ([r for r in requests if r.temperature], [r for r in requests if not r.temperature]):
                 rollouts += await generate_all(engine, part)
-        finally:
-            await engine.close()
         steps = read_trace(trace) if trace.is_file() else {}
     return sorted(rollouts, key=lambda rollout: rollout.id), steps
+
+
+@asynccontextmanager
+async def running(
+    subject: Subject,
+    config: EngineConfig,
+    speculation: SpeculationConfig | None,
+    *,
+    seed: int,
+    adjust: Callable[[Any], None] = lambda args: None,
+) -> AsyncIterator[VllmEngine]:
+    """Start an engine. With speculation it has the subject's fault, and `adjust` changes its AsyncEngineArgs."""
+    engine_fault = None if subject.fault is None or speculation is None else subject.fault.engine
+
+    def adjust_all(args: Any) -> None:
+        adjust(args)
+        if engine_fault is not None:
+            engine_fault.adjust(args)
+
+    engine = await VllmEngine.start(
+        "without" if speculation is None else "with",
+        subject.model_path,
+        config,
+        seed=seed,
+        cpus=sorted(os.sched_getaffinity(0)),
+        speculation=None if speculation is None else _fitting(speculation, config),
+        adjust=adjust_all,
+        stock_sampler=subject.without_shim and speculation is not None,
+    )
+    try:
+        if speculation is not None:
+            await _check_runner(subject, engine)
+            if engine_fault is not None:
+                await engine_fault.plant(engine)
+        yield engine
+    finally:
+        await engine.close()
 
 
 async def _check_runner(subject: Subject, engine: VllmEngine) -> None:
@@ -166,8 +192,7 @@ async def _check_runner(subject: Subject, engine: VllmEngine) -> None:
             )
 
 
-def _speculation(subject: Subject, config: EngineConfig) -> SpeculationConfig:
-    speculation = subject.speculation
+def _fitting(speculation: SpeculationConfig, config: EngineConfig) -> SpeculationConfig:
     if config.dtype == "bfloat16" or not isinstance(speculation.drafter, LearnedDrafter):
         return speculation
     drafter = speculation.drafter.model_copy(update={"weights": "full"})  # vLLM quantizes from BF16 only

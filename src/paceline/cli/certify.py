@@ -29,12 +29,18 @@ def certify_lossless(
 
     file, overrides = subject("certify", options.subject)
     config = load_config(file, overrides)
+    verification = options.verification
+    if verification is None and config.speculation is None and not options.without_shim:
+        verification = "coupled"
     drafting = _drafting(
         options.drafter,
         options.draft_length,
         policy=config.policy.model,
         has_speculation=config.speculation is not None,
+        exact=verification == "coupled",
     )
+    if verification is not None:
+        drafting.append(f"speculation.verification={verification}")
     config = with_drafter(load_config(file, [*overrides, *drafting]), context)
     model_path, prompts = _policy_and_prompts(config, 64, context)
     result = certify(
@@ -81,8 +87,11 @@ def _policy_and_prompts(config: Config, num_prompts: int, context: Context) -> t
     return model_path, list(islice(make_task(config, load_tokenizer(model_path)).prompts, num_prompts))
 
 
-def _drafting(drafter: str | None, draft_length: int | None, *, policy: str, has_speculation: bool) -> list[str]:
-    """Return overrides for the drafter and a fixed draft length; the defaults are n-grams and 3."""
+def _drafting(
+    drafter: str | None, draft_length: int | None, *, policy: str, has_speculation: bool, exact: bool = False
+) -> list[str]:
+    """Return overrides for the drafter and a fixed draft length; the defaults are n-grams and 3, or all draft lengths
+    up to the largest in an exact comparison."""
     from paceline.sessions.workloads import arena_policy
 
     overrides: list[str] = []
@@ -93,7 +102,7 @@ def _drafting(drafter: str | None, draft_length: int | None, *, policy: str, has
             named = dict(zip(("settings.method", "settings.model"), path.split(":", 1), strict=False))
         overrides.append(f'speculation.drafter={{kind = "{kind}"}}')
         overrides += [f'speculation.drafter.{key}="{value}"' for key, value in named.items() if value]
-    if draft_length is None and not has_speculation:
+    if draft_length is None and not has_speculation and not exact:
         draft_length = 3
     if draft_length is not None:
         overrides.append(f"speculation.max_draft_length={draft_length}")
@@ -106,6 +115,9 @@ LOSSLESS = Command(
     help="test that speculation preserves the distribution (the default)",
     details="""
         Test whether speculation is lossless on this engine with these flags. Takes under 5 minutes on two cores.
+        With coupled verification the test is exact: the same tokens with and without speculation at every draft
+        length, at random draft lengths and under preemption, for temperatures from 0 to 1.3.
+        With standard verification it is statistical:
           sampler   the engine's rejection sampler on known distributions: chi-square at every position
           engines   your engine with and without speculation: exact two-sample test, false-positive rate 1 in 1,000
           greedy    the same tokens in FP32 at temperature 0
@@ -126,7 +138,17 @@ LOSSLESS = Command(
             help="ngram, history, eagle3[:PATH], dflash[:PATH] (default PATH: the arena's) or vllm:METHOD[:MODEL], "
             "instead of the config's (ngram)",
         ),
-        option("--draft-length", type=int, metavar="K", help="fix the draft length (without a config: 3)"),
+        option(
+            "--draft-length",
+            type=int,
+            metavar="K",
+            help="draft length of standard verification (without a config: 3), the largest one of coupled verification",
+        ),
+        option(
+            "--verification",
+            choices=("coupled", "standard"),
+            help="verification of drafts, instead of the config's (without a config: coupled)",
+        ),
         HTML,
         option("--without-shim", action="store_true", help="do not fix vLLM's sampler, even where it is wrong"),
         QUICK.but(help="few samples: runs every part, but finds only gross faults"),

@@ -123,6 +123,7 @@ def sampling_params(request: RolloutRequest, stop_token_ids: Sequence[int], seed
         temperature=request.temperature,
         max_tokens=request.max_tokens,
         seed=seed,
+        logit_bias=None if request.logit_bias is None else dict(request.logit_bias),
         stop_token_ids=list(stop_token_ids),
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from contexts import arena_config
+from contexts import arena_config, make_context
 from letters import Letters
 from paceline import cli
 from paceline.cli.parser import Command
@@ -205,6 +205,32 @@ def test_certify_logp_starts_the_engine_of_the_config(
     settings = [f"rollout.engine.{setting}" for setting in ("tensor_parallel_size=2", "max_num_seqs=7", "weights=fp8")]
     assert cli.main(["certify", "logp", *settings]) == 2
     assert "float32 2 7 full" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "verification", "longest"),
+    [
+        ([], "coupled", 7),
+        (["--draft-length", "4"], "coupled", 4),
+        (["--verification", "standard"], "standard", 3),
+        (["--without-shim"], "standard", 3),
+        (['speculation.drafter={kind="ngram"}'], "standard", 7),
+        (['speculation.drafter={kind="ngram"}', "--verification", "coupled"], "coupled", 7),
+    ],
+)
+def test_certify_is_exact_unless_the_config_verifies_otherwise(
+    words: list[str], verification: str, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.certify import engines
+
+    def certify(model_path: Path, prompts: object, config: Config, **_: object) -> None:
+        assert config.speculation is not None
+        raise PacelineError(f"{config.speculation.verification} {config.speculation.max_draft_length}")
+
+    monkeypatch.setattr(engines, "certify", certify)
+    options = cli.parse(["certify", *words])
+    with pytest.raises(PacelineError, match=f"^{verification} {longest}$"):
+        options.command(options, make_context())
 
 
 def test_every_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
