@@ -34,6 +34,11 @@ BENCHES = {
     "correction": Bench(
         "FP8 rollouts, corrected and not, against BF16; three seeds (two hours)", "learning:correction"
     ),
+    "coupled": Bench(
+        "coupled verification against standard: accepted length and makespan (10 minutes)",
+        "coupled:run",
+        settings=False,
+    ),
     "drafter": Bench(
         "does the drafter follow the policy for free and give way at once (one to two hours)", "drafter:run"
     ),

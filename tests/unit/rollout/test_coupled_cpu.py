@@ -57,6 +57,7 @@ def test_a_draw_depends_on_seed_and_index_only() -> None:
     alone = [int(draws(logits_V, np.array([0]), np.array([index]), 5)[0]) for index in range(64)]
     among = draws(logits_V, np.repeat([1, 0], 64), np.tile(np.arange(64), 2), 9, 5)
     assert among[:64].tolist() == alone and among[64:].tolist() != alone
+    draws(logits_V, np.array([0, 1]), np.array([0, 0]), -1, 2**63 - 1)  # seeds that vLLM accepts
 
 
 def test_verification_is_that_of_a_loop(batch: coupled_cpu._SampledBatch) -> None:

@@ -135,7 +135,8 @@ def draw(
     logits_NV: torch.Tensor, generators: Mapping[int, torch.Generator], row_N: Indices, index_N: Indices
 ) -> torch.Tensor:
     """Return the token that each row of logits draws: for the request in `row_N`, at `index_N` among its tokens."""
-    seed_B = torch.randint(2**62, (int(row_N.max(initial=0)) + 1,)).numpy()
+    # Unsigned, as generators report negative seeds.
+    seed_B = torch.randint(2**62, (int(row_N.max(initial=0)) + 1,)).numpy().astype(np.uint64)
     for row, generator in generators.items():
         if row < len(seed_B):
             seed_B[row] = generator.initial_seed()
@@ -143,9 +144,9 @@ def draw(
     return torch.ops._C.fused_gumbel_argmax(logits_NV.float(), torch.from_numpy(seed_N))
 
 
-def noise_seeds(seed_N: Indices, index_N: Indices) -> Indices:
+def noise_seeds(seed_N: npt.NDArray[np.uint64], index_N: Indices) -> Indices:
     """Return the seed of each row's noise: SplitMix64's number `index` in the sequence that the hashed seed begins."""
-    start_N = _mixed(seed_N.astype(np.uint64) + _GOLDEN)
+    start_N = _mixed(seed_N + _GOLDEN)
     return _mixed(start_N + index_N.astype(np.uint64) * _GOLDEN).view(np.int64)
 
 
