@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from transformers import AutoTokenizer
 
 from paceline import assets
 from paceline.arena.task import problems
 from paceline.config import SpeculationConfig
 from paceline.orchestrator.generate import generate_all
+from paceline.rollout import engine as engine_module
 from paceline.rollout.engine import VllmEngine
 from paceline.types import GroupId, Rollout, RolloutRequest, Tokens
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 TEMPERATURES = (1.0, 0.6, 0.0, 1.3)
 TRUNCATION = {"top_p": 0.8, "top_k": 20}
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
 """Parameters of vLLM that our requests do not have."""
+
+
+def change_sampling(monkeypatch: pytest.MonkeyPatch, settings: Mapping[str, Any]) -> None:
+    """Add settings to the sampling parameters of all requests."""
+    stock = engine_module.sampling_params
+
+    def changed(*arguments: Any) -> SamplingParams:
+        params = stock(*arguments)
+        for name, value in settings.items():
+            setattr(params, name, value)
+        return params
+
+    monkeypatch.setattr(engine_module, "sampling_params", changed)
 
 
 def arena_prompts(num: int) -> list[Tokens]:

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 
 from coupled_cases import (
     PENALTIES,
     TRUNCATION,
     accepted,
     arena_prompts,
+    change_sampling,
     coupled,
     explore,
     of_arena,
@@ -24,7 +24,6 @@ from coupled_cases import (
 )
 from paceline import assets
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.rollout import engine as engine_module
 from paceline.rollout.engine import VllmEngine
 
 CONFIG = EngineConfig(dtype="float32", max_model_len=256, max_num_seqs=16, kv_cache_gb=0.05)
@@ -87,16 +86,8 @@ def test_other_sampling_parameters_are_coupled_too(
     runner: asyncio.Runner, eagle: VllmEngine, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
 ) -> None:
     """Penalties at a drafted position count the drafts before it, and truncation is applied in three places."""
-    stock = engine_module.sampling_params
-
-    def changed(*arguments: Any) -> SamplingParams:
-        params = stock(*arguments)
-        for name, value in settings.items():
-            setattr(params, name, value)
-        return params
-
     before = tokens(sample(runner, eagle, REQUESTS, limit=0))
-    monkeypatch.setattr(engine_module, "sampling_params", changed)
+    change_sampling(monkeypatch, settings)
     without, with_drafts = (sample(runner, eagle, REQUESTS, limit=limit) for limit in (0, None))
     assert tokens(with_drafts) == tokens(without) != before
     assert accepted(with_drafts)[0] > 0

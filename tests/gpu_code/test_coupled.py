@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from vllm import SamplingParams
 
-from coupled_cases import PENALTIES, accepted, arena_prompts, coupled, explore, of_arena, seeded, tokens
+from coupled_cases import (
+    PENALTIES,
+    accepted,
+    arena_prompts,
+    change_sampling,
+    coupled,
+    explore,
+    of_arena,
+    seeded,
+    tokens,
+)
 from driven_engine import V2_CONFIG, DrivenEngine, started
 from paceline import assets
 from paceline.orchestrator.generate import generate_all
-from paceline.rollout import engine as engine_module
 from paceline.types import Rollout, RolloutRequest
 from random_policy import make_mtp_policy
 
@@ -58,17 +66,9 @@ def test_drafts_chunks_and_preemption_leave_every_token_as_it_is(eagle: DrivenEn
 def test_penalties_are_coupled_too(eagle: DrivenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Penalties at a drafted position count the drafts before it. Not tested: top_p and top_k, because Triton's
     interpreter cannot run vLLM's kernel for them; vLLM refuses logit_bias and min_p with speculation."""
-    stock = engine_module.sampling_params
-
-    def changed(*arguments: Any) -> SamplingParams:
-        params = stock(*arguments)
-        for name, value in PENALTIES.items():
-            setattr(params, name, value)
-        return params
-
     requests = REQUESTS[:3]
     before = tokens(sample(eagle, requests, limit=0))
-    monkeypatch.setattr(engine_module, "sampling_params", changed)
+    change_sampling(monkeypatch, PENALTIES)
     without, with_drafts = (sample(eagle, requests, limit=limit) for limit in (0, None))
     assert tokens(with_drafts) == tokens(without) != before
 
