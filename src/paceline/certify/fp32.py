@@ -16,7 +16,8 @@ from paceline.config import LearnerConfig, ObjectiveConfig
 from paceline.context import Context
 from paceline.learner.fsdp import FsdpLearner
 from paceline.learner.objective import Mismatch, mismatch
-from paceline.types import Rollout, RolloutId, RolloutRequest, Sample, Tokens
+from paceline.report.equality import first_difference
+from paceline.types import Rollout, RolloutId, RolloutRequest, Sample
 
 _LOGP_LIMIT = 1e-4
 _TIE = 1e-4
@@ -93,6 +94,7 @@ def _greedy(
         position = first_difference(mine.token_ids, theirs.token_ids)
         if position is None:
             continue
+        assert position < min(len(mine.token_ids), len(theirs.token_ids)), "greedy rollouts end alike, or differ before"
         either = [_sample(rollout, position + 1) for rollout in (mine, theirs)]
         first, second = (float(logp_T[-1]) for logp_T in learner.score(either).logp)
         gap = abs(first - second) * temperature
@@ -113,13 +115,3 @@ def _sample(rollout: Rollout, num_tokens: int | None = None) -> Sample:
         logp=np.zeros(len(ids_T), np.float32),
         advantage=0.0,
     )
-
-
-def first_difference(mine_T: Tokens, theirs_T: Tokens) -> int | None:
-    """Return the first position at which two rollouts differ, or None."""
-    common = min(len(mine_T), len(theirs_T))
-    differ = np.flatnonzero(mine_T[:common] != theirs_T[:common])
-    if len(differ):
-        return int(differ[0])
-    assert len(mine_T) == len(theirs_T), "greedy rollouts end at the same token or at the same length"
-    return None

@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.certify import interpreted
 from benchmarks.planted import SAMPLER_FAULTS, SamplerFault, plant
-from paceline.certify.fp32 import first_difference
 from paceline.certify.lossless import (
     DEVIATIONS,
     Drafts,
@@ -28,6 +27,7 @@ from paceline.certify.lossless import (
     verdict,
 )
 from paceline.certify.subject import read_trace
+from paceline.report.equality import first_difference
 from paceline.rollout.internals.rejection_sampler import Verification
 from paceline.rollout.speculation import refuse_lossy
 from paceline.types import GroupId, RolloutId, Tokens

@@ -198,3 +198,14 @@ def test_vllm_calls_what_is_wrapped_with_these_arguments() -> None:
     if not isinstance(stock, VerificationMonitor):
         taken = names(V1Monitor._rows)[1:]
         assert names(stock)[: len(taken)] == taken
+
+
+def test_asking_for_figures_does_not_change_what_the_monitor_knows_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host's call installs the monitor where nobody has; read as probabilities, logits would raise an alarm."""
+    from vllm.v1.sample import rejection_sampler
+
+    monkeypatch.setattr(verification_monitor, "_installed", [])
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.expand_batch_to_tokens)
+    first = verification_monitor.install("v1", draft_are_logits=True)
+    assert verification_monitor.install("v1") is first
+    assert isinstance(first, V1Monitor) and first.draft_are_logits

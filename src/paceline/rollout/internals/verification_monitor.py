@@ -333,8 +333,8 @@ def install(runner: Literal["v1", "v2"], *, draft_are_logits: bool = False) -> V
     if not isinstance(monitor, VerificationMonitor):
         monitor = module.rejection_sample = kind(module.rejection_sample)  # pyright: ignore[reportAttributeAccessIssue]
         _installed.append(monitor)
-    if isinstance(monitor, V1Monitor):
-        monitor.draft_are_logits = draft_are_logits
+        if isinstance(monitor, V1Monitor):  # a later call does not know how this process verifies
+            monitor.draft_are_logits = draft_are_logits
     return monitor
 
 
